@@ -73,7 +73,9 @@ def denoisers(*tasks: str) -> str:
     on_video = tasks != ("photos",)
     header += ["another video, noise 0.15"] if on_video else []
     rows = []
-    for task, arm, (rate, runs) in [(each, *item) for each in tasks for item in controlled(each).items()]:
+    for task, arm, (rate, runs) in [
+        (each, *item) for each in tasks for item in controlled(each).items()
+    ]:
         tests = [run["test"] for run in runs]
         curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
         cells = [curves[:, level], curves[:, 0], curves[:, level + 1 :].mean(1)]
@@ -92,13 +94,18 @@ def texts() -> str:
     ]  # fmt: skip
     rows = []
     others = {"imdb": ("IMDb", "rt-polarity"), "rt_polarity": ("rt-polarity", "imdb")}
-    for task, arm, (rate, runs) in [(each, *item) for each in others for item in controlled(each).items()]:
+    for task, arm, (rate, runs) in [
+        (each, *item) for each in others for item in controlled(each).items()
+    ]:
         name, other = others[task]
         tests = [run["test"] for run in runs]
         losses = [spread([test["losses"][layer] for test in tests], 3) for layer in (-1, 2)]
         cells = [[test["accuracy"][layer] for test in tests] for layer in (-1, 2)]
         cells += [[test["noise"][index] for test in tests] for index in (2, 4)]
-        cells += [[test["typos"][0] for test in tests], [run[other]["accuracy"][-1] for run in runs]]
+        cells += [
+            [test["typos"][0] for test in tests],
+            [run[other]["accuracy"][-1] for run in runs],
+        ]
         shares = [spread(cell, 1, 100) for cell in cells]
         rows.append([f"{name}: {arm}", f"{rate:g}", f"{len(runs)}", *losses, *shares])
     return markdown(header, rows)
@@ -125,7 +132,12 @@ def specification() -> str:
         kind, number = task.split("_")
         for arm in arms:
             searches = from_finished(
-                benchmark, lambda options: list(benchmark.searches(options)), task, arm, seeds, budget
+                benchmark,
+                lambda options: list(benchmark.searches(options)),
+                task,
+                arm,
+                seeds,
+                budget,
             )
             found = [runs for *_, runs in searches]
             met = list(map(benchmark.found_by, found))
@@ -133,20 +145,37 @@ def specification() -> str:
 
             def excess(run, exits=exits):
                 return run["broke"], max(
-                    run["certify"][k - 1] / run["certify"][-1] / (1 + eps) for k, eps in exits.items()
+                    run["certify"][k - 1] / run["certify"][-1] / (1 + eps)
+                    for k, eps in exits.items()
                 )
 
             shown = [run for run in met if run] or [min(runs, key=excess) for runs in found]
-            ratios = [spread([r["certify"][k - 1] / r["certify"][-1] for r in shown], 3) for k in exits]
+            ratios = [
+                spread([r["certify"][k - 1] / r["certify"][-1] for r in shown], 3) for k in exits
+            ]
             asked = ", ".join(f"f_{k} <= {1 + eps:g} f_L" for k, eps in exits.items())
-            counts = ", ".join(f"{len(runs)}" if done else f"not in {len(runs)}" for runs, done in zip(found, met))
-            first = [run["met"] for runs in found for run in runs[: len(benchmark.LEARNING_RATES[kind])]]
+            counts = ", ".join(
+                f"{len(runs)}" if done else f"not in {len(runs)}" for runs, done in zip(found, met)
+            )
+            first = [
+                run["met"] for runs in found for run in runs[: len(benchmark.LEARNING_RATES[kind])]
+            ]
             at_once = f"{sum(first)} of {len(first)}"
             last = spread([run["certify"][-1] for run in shown], 3)
             metric = spread([run["values"][-1] for run in shown], 4)
             seconds = spread([sum(run["seconds"] for run in runs) for runs in found], 0)
             rows.append(
-                [kind, asked, arm.replace("_", " "), counts, at_once, last, ", ".join(ratios), metric, seconds]
+                [
+                    kind,
+                    asked,
+                    arm.replace("_", " "),
+                    counts,
+                    at_once,
+                    last,
+                    ", ".join(ratios),
+                    metric,
+                    seconds,
+                ]
             )
     header = [
         "task", "asked", "arm", "runs of each seed", "first runs that met it", "f_L", "f_k / f_L",
@@ -158,9 +187,19 @@ def specification() -> str:
 def holds() -> str:
     """How often the settings that a search found meet the specification with another seed."""
     benchmark = script("runs_to_specification")
-    tables = [from_finished(benchmark, benchmark.holds, task, "ours", seeds) for task, seeds in HOLDS.items()]
-    cells = [[cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] for table in tables]
-    return "; ".join(f"{task}: {met} searches met it, {pairs} pairs hold" for task, _, met, pairs in cells) + "."
+    tables = [
+        from_finished(benchmark, benchmark.holds, task, "ours", seeds)
+        for task, seeds in HOLDS.items()
+    ]
+    cells = [
+        [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] for table in tables
+    ]
+    return (
+        "; ".join(
+            f"{task}: {met} searches met it, {pairs} pairs hold" for task, _, met, pairs in cells
+        )
+        + "."
+    )
 
 
 def deep_classifier() -> str:
@@ -168,21 +207,30 @@ def deep_classifier() -> str:
     arms, layers, rows = controlled("smollm2"), (5, 10, 15, 17, 20, 25, 29, 30), []
     for name, what in (("losses", "loss"), ("accuracy", "accuracy")):
         for arm, (rate, runs) in arms.items():
-            cells = [" / ".join(f"{run['test'][name][layer - 1]:.3f}" for run in runs) for layer in layers]
+            cells = [
+                " / ".join(f"{run['test'][name][layer - 1]:.3f}" for run in runs)
+                for layer in layers
+            ]
             rows.append([f"{arm}, {what}", f"{rate:g}", *cells])
     return markdown(["layer", "learning rate", *map(str, layers)], rows)
 
 
 def defaults() -> str:
     benchmark = script("runs_to_specification")
-    runs = [run for run in benchmark.Runs(finished_runs()).all() if run["settings"]["task"].endswith("_defaults")]
+    runs = [
+        run
+        for run in benchmark.Runs(finished_runs()).all()
+        if run["settings"]["task"].endswith("_defaults")
+    ]
     usual, rows = {"task", "exits", "rate", "seed", "steps", "objective"}, []
     for kind in benchmark.DEFAULT_RATES:
         arms = defaultdict(list)
         for run in (run for run in runs if run["settings"]["task"] == f"{kind}_defaults"):
             others = {name: value for name, value in run["settings"].items() if name not in usual}
             changed = "".join(f", `{name}` {value}" for name, value in others.items())
-            arms["plain" if run["settings"]["objective"] == "erm" else f"defaults{changed}"].append(run)
+            arms["plain" if run["settings"]["objective"] == "erm" else f"defaults{changed}"].append(
+                run
+            )
         for name, own in sorted(arms.items(), key=lambda pair: pair[0] != "plain"):
             rate, found = at_best_rate(own)
             middle = (len(found[0]["certify"]) + 1) // 2
@@ -191,7 +239,17 @@ def defaults() -> str:
             cells = [spread([run[key][layer - 1] for run in found], 3) for key in ("certify", "values")
                      for layer in (middle, len(found[0]["certify"]))]  # fmt: skip
             rows.append([kind, name, f"{rate:g}", met, share, *cells])
-    header = ["task", "arm", "learning rate", "met", "share", "f_3", "f_L", "metric at layer 3", "at the last"]
+    header = [
+        "task",
+        "arm",
+        "learning rate",
+        "met",
+        "share",
+        "f_3",
+        "f_L",
+        "metric at layer 3",
+        "at the last",
+    ]
     return markdown(header, rows)
 
 
@@ -205,10 +263,19 @@ def steps() -> str:
             seconds = found["seconds"]
         ratios = [one / other for one, other in zip(seconds[arm], seconds[plain])]
         low, middle, high = script("harness").quartiles(ratios)
-        shown = f"{low:.2f} to {high:.2f}" if len(ratios) > 3 else ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        shown = (
+            f"{low:.2f} to {high:.2f}"
+            if len(ratios) > 3
+            else ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        )
         rows.append([name, f"{middle:.2f}", f"{len(ratios)}: {shown}"])
     return markdown(
-        ["what", "time, plain training or evaluation = 1", "rounds: quartiles of ratios (of three: each)"], rows
+        [
+            "what",
+            "time, plain training or evaluation = 1",
+            "rounds: quartiles of ratios (of three: each)",
+        ],
+        rows,
     )
 
 
@@ -229,7 +296,11 @@ STEPS = {
     "step of a language model, default": ("lm_step.json", "subsampled", "erm"),
     "step of a language model, all tokens": ("lm_step.json", "exact", "erm"),
     "step of a denoiser": ("denoiser_step.json", "descent+noise", "erm+noise"),
-    "evaluation of all layers, language model": ("evaluation.json", "all layers", "plain evaluation"),
+    "evaluation of all layers, language model": (
+        "evaluation.json",
+        "all layers",
+        "plain evaluation",
+    ),
 }
 TABLES = {
     "runs to specification": specification, "holds": holds, "defaults": defaults, "steps": steps,

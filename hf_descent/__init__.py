@@ -29,7 +29,14 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 # By the module that is missing, the extra that installs it.
-EXTRAS = {"trl": "sft", "peft": "peft", "optuna": "tune", "av": "video", "dp_accounting": "privacy", "gradio": "show"}
+EXTRAS = {
+    "trl": "sft",
+    "peft": "peft",
+    "optuna": "tune",
+    "av": "video",
+    "dp_accounting": "privacy",
+    "gradio": "show",
+}
 EXTRAS |= dict.fromkeys(("onnx", "onnxscript"), "onnx")
 INSTALL = "`pip install '.[{0}]'` in a clone of hf_descent, else 'hf_descent[{0}]'"
 
@@ -59,7 +66,9 @@ def __getattr__(name: str):
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS:
             raise
-        raise ImportError(f"`{name}` needs {error.name}: {INSTALL.format(EXTRAS[error.name])}") from error
+        raise ImportError(
+            f"`{name}` needs {error.name}: {INSTALL.format(EXTRAS[error.name])}"
+        ) from error
     return getattr(module, name)
 
 

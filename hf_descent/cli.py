@@ -56,8 +56,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     parser.error = refuse
     parser.add_argument("--version", action="version", version=f"hf_descent {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="command", help="one of the commands below"
+    )
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them"
+    )
     args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
     if "LOCAL_RANK" in os.environ:  # some clusters set the size alone, in every container
         check_processes(args.command, int(os.environ.get("WORLD_SIZE", 1)))
@@ -67,7 +71,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     if hasattr(module, "parse"):
         return module, module.parse(args.arguments, prog=prog, description=summary)
     if hasattr(module, "argument_types"):
-        return module, parse_recipe(module.argument_types, args.arguments, prog=prog, description=summary)
+        return module, parse_recipe(
+            module.argument_types, args.arguments, prog=prog, description=summary
+        )
     command_parser = argparse.ArgumentParser(prog=prog, description=summary, allow_abbrev=False)
     command_parser.error = refuse
     module.add_arguments(command_parser)
@@ -90,14 +96,28 @@ def console() -> None:
     """[`main`], but errors of the user end in one line on stderr and exit status 2, unless `--debug` comes first."""
     try:
         main()
-    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, yaml.YAMLError) as error:
-        is_fault = isinstance(error, RuntimeError) and "Callback requires" not in str(error)  # a tracker's package
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        OSError,
+        ImportError,
+        RuntimeError,
+        yaml.YAMLError,
+    ) as error:
+        is_fault = isinstance(error, RuntimeError) and "Callback requires" not in str(
+            error
+        )  # a tracker's package
         if is_fault or sys.argv[1:2] == ["--debug"]:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):
             error = f"{error}: {INSTALL.format(extra)}"
-        line = " ".join(["hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)"])
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher tells it, once for all processes
+        line = " ".join(
+            ["hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)"]
+        )
+        if file := os.environ.get(
+            "TORCHELASTIC_ERROR_FILE"
+        ):  # the launcher tells it, once for all processes
             Path(file).write_text(json.dumps({"message": line}), encoding="utf-8")
         else:
             print(line, file=sys.stderr)

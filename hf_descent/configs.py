@@ -35,7 +35,8 @@ JSON_ARGUMENTS = (
 # The least and the greatest value of a number, where it is given.
 LIMITS = {
     **dict.fromkeys(
-        ("dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"), (SMALLEST, LARGEST)
+        ("dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"),
+        (SMALLEST, LARGEST),
     ),
     **dict.fromkeys(("dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)),
     **dict.fromkeys(("readout_token_fraction", "descent_strength"), (SMALLEST, 1.0)),
@@ -57,10 +58,18 @@ RELATIVE_METRICS = ("descent_share", "largest_rise")
 
 def _help_from_docstring(cls: type) -> type:
     """Use each argument's paragraph of the class docstring as its command-line help, so that the two cannot differ."""
-    paragraphs = re.split(r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__ or "").replace("\n    ", "\n\t"))
-    helps = {p.split(" ", 1)[0]: " ".join(p.split(":\n", 1)[-1].split("\n\n")[0].split()) for p in paragraphs}
+    paragraphs = re.split(
+        r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__ or "").replace("\n    ", "\n\t")
+    )
+    helps = {
+        p.split(" ", 1)[0]: " ".join(p.split(":\n", 1)[-1].split("\n\n")[0].split())
+        for p in paragraphs
+    }
     for argument in dataclasses.fields(cls):
-        argument.metadata = {**argument.metadata, "help": helps.get(argument.name, "").replace("%", "%%")}
+        argument.metadata = {
+            **argument.metadata,
+            "help": helps.get(argument.name, "").replace("%", "%%"),
+        }
     return cls
 
 
@@ -202,18 +211,24 @@ class DescentArguments:
     eval_gammas: list[str] | None = field(default=None)
 
     def __init_subclass__(cls):
-        cls.__doc__ = "\n\n".join(filter(None, (cls.__doc__, inspect.cleandoc(DescentArguments.__doc__ or ""))))
+        cls.__doc__ = "\n\n".join(
+            filter(None, (cls.__doc__, inspect.cleandoc(DescentArguments.__doc__ or "")))
+        )
 
     def __post_init__(self):
         if isinstance(self, TrainingArguments):  # else it is for a loop without a Trainer
             super().__post_init__()
             name = self.metric_for_best_model or ""
             if LAYER_LOSS.search(name) or name.endswith("max_violation"):
-                self.greater_is_better = False  # as TrainingArguments knows of names that end in "loss"
+                self.greater_is_better = (
+                    False  # as TrainingArguments knows of names that end in "loss"
+                )
         self.check_descent_arguments()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        filled = vars(self).get("_filled", {})  # what is given later is no default, though it may equal one
+        filled = vars(self).get(
+            "_filled", {}
+        )  # what is given later is no default, though it may equal one
         vars(self)["_filled"] = {other: filled[other] for other in filled if other != name}
         super().__setattr__(name, value)
 
@@ -224,7 +239,9 @@ class DescentArguments:
         """
         for argument in dataclasses.fields(DescentArguments):
             name, value = argument.name, getattr(self, argument.name)
-            if argument.type in (float, float | None) and (value is not None or argument.default is not None):
+            if argument.type in (float, float | None) and (
+                value is not None or argument.default is not None
+            ):
                 # A search casts to the type of the value it finds, so an int would truncate.
                 try:
                     vars(self)[name] = float(value)
@@ -233,7 +250,9 @@ class DescentArguments:
             elif name in JSON_ARGUMENTS:
                 setattr(self, name, _parse(name, value))
         is_alone = self.objective == "descent" and self.layer_rows is None and not self.resilience
-        filled = self._filled = dict(vars(self).get("_filled", {}))  # what nobody gave, for targets that come later
+        filled = self._filled = dict(
+            vars(self).get("_filled", {})
+        )  # what nobody gave, for targets that come later
         for name, (beside, alone) in DUAL_DEFAULTS.items():
             if getattr(self, name) in (None, filled.get(name)):
                 vars(self)[name] = filled[name] = alone if is_alone else beside
@@ -244,9 +263,13 @@ class DescentArguments:
             ("negative_weights", ("keep", "clip", "detach")),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}."
+                )
         if self.dual_optim == "pi" and self.resilience:
-            raise ValueError(f"`resilience` is {self.resilience}, which is not for `dual_optim` 'pi': choose 'adam'.")
+            raise ValueError(
+                f"`resilience` is {self.resilience}, which is not for `dual_optim` 'pi': choose 'adam'."
+            )
         if not self.follows and self.layer_rows is not None:
             check_alpha(self.descent_alpha)
         for name in ("exit_targets", "loss_targets"):
@@ -261,22 +284,35 @@ class DescentArguments:
             value = getattr(self, name)
             # Between 0 and the smallest number nothing can be divided or squared.
             if value is not None and value != least and not max(least, SMALLEST) <= value <= most:
-                raise ValueError(f"`{name}` is {value}; give a number between {least:g} and {most:g}.")
+                raise ValueError(
+                    f"`{name}` is {value}; give a number between {least:g} and {most:g}."
+                )
         rotation = self.layerskip_rotation
         if not (rotation is None or (isinstance(rotation, int) and rotation >= 1)):
-            raise ValueError(f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more.")
+            raise ValueError(
+                f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more."
+            )
         if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
-            raise ValueError(f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a share below 1.")
+            raise ValueError(
+                f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a share below 1."
+            )
         if isinstance(self.eval_gammas, int | float):
             self.eval_gammas = [self.eval_gammas]
-        for name, levels in (("noise_gamma", self.noise_gamma), ("eval_gammas", self.eval_gammas or [])):
+        for name, levels in (
+            ("noise_gamma", self.noise_gamma),
+            ("eval_gammas", self.eval_gammas or []),
+        ):
             if not all(0 <= level < math.inf for level in levels_of(name, levels)):
-                raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
+                raise ValueError(
+                    f"`{name}` is {levels}; noise levels must be numbers, not negative."
+                )
         if isinstance(gamma := self.noise_gamma, list) and (len(gamma) != 2 or gamma[0] > gamma[1]):
             raise ValueError(f"`noise_gamma` is {gamma}; a range is [low, high] with low <= high.")
         kinds = str | list if self.objective == "fixed" else str | list | None
         if not isinstance(self.fixed_multipliers, kinds):
-            raise ValueError(f"`fixed_multipliers` is {self.fixed_multipliers!r}; give a constrained run or a list.")
+            raise ValueError(
+                f"`fixed_multipliers` is {self.fixed_multipliers!r}; give a constrained run or a list."
+            )
         chosen_by = getattr(self, "metric_for_best_model", None) or ""
         if chosen_by.endswith(RELATIVE_METRICS):
             raise ValueError(
@@ -316,9 +352,17 @@ class DescentArguments:
         if isinstance(args, cls) and not fields:
             return args
         own = {argument.name for argument in dataclasses.fields(cls) if argument.init}
-        given = {argument.name: getattr(args, argument.name) for argument in dataclasses.fields(args) if argument.init}
+        given = {
+            argument.name: getattr(args, argument.name)
+            for argument in dataclasses.fields(args)
+            if argument.init
+        }
         filled = vars(args).get("_filled", {}).items()
-        given = {name: value for name, value in given.items() if name in own and (name, value) not in filled}
+        given = {
+            name: value
+            for name, value in given.items()
+            if name in own and (name, value) not in filled
+        }
         config = cls(**{**given, **fields})
         for name, value in vars(args).items():
             if not hasattr(config, name):
@@ -349,7 +393,9 @@ def levels_of(name: str, levels: Any) -> list[float]:
     try:
         return [float(level) for level in (found if isinstance(found, Iterable) else [found])]
     except (TypeError, ValueError):
-        raise ValueError(f"`{name}` is {levels!r}; give a noise level, or several: numbers, not negative.") from None
+        raise ValueError(
+            f"`{name}` is {levels!r}; give a noise level, or several: numbers, not negative."
+        ) from None
 
 
 def _parse(name: str, value: Any) -> Any:
@@ -367,4 +413,6 @@ def _parse(name: str, value: Any) -> Any:
         with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
     words = "'auto', 'line' or 'steps'" if name == "descent_alpha" else "'auto' where it takes it"
-    raise ValueError(f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}.")
+    raise ValueError(
+        f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}."
+    )

@@ -30,7 +30,9 @@ def read_json(path: str | os.PathLike) -> dict:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); write it again, or name another run.") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}); write it again, or name another run."
+        ) from error
 
 
 def find_json(name: str, file: str) -> dict:

@@ -18,7 +18,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .files import find_json
-from .models import LinearReadoutForSequenceClassification  # and registers the package's other architectures
+from .models import (
+    LinearReadoutForSequenceClassification,
+)  # and registers the package's other architectures
 from .runs import RunFolder
 
 
@@ -32,13 +34,20 @@ def architecture_of(name: str) -> str:
     """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
     if not (adapter := find_json(name, ADAPTER)):
         try:
-            return (AutoConfig.from_pretrained(name).architectures or ["model whose config names no architecture"])[0]
+            return (
+                AutoConfig.from_pretrained(name).architectures
+                or ["model whose config names no architecture"]
+            )[0]
         except OSError as error:
             if os.path.isdir(name):
                 raise
-            raise ValueError(f"There is no folder {name!r}, and the Hub gave no such model: {error}") from error
+            raise ValueError(
+                f"There is no folder {name!r}, and the Hub gave no such model: {error}"
+            ) from error
     task = adapter.get("task_type")
-    return RunFolder(name).summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
+    return RunFolder(name).summary.get("model") or TASKS.get(
+        task, f"model with an adapter of task {task}"
+    )
 
 
 @contextmanager
@@ -47,7 +56,9 @@ def weights_of(name: str, num_labels: int | None = None) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(f"The weights of {name!r} are damaged ({error}); copy or download them again.") from error
+        raise ValueError(
+            f"The weights of {name!r} are damaged ({error}); copy or download them again."
+        ) from error
     except RuntimeError as error:
         if "mismatch" not in str(error):
             raise
@@ -65,10 +76,18 @@ def load_model(name: str) -> PreTrainedModel:
     """
     architecture, summary = architecture_of(name), RunFolder(name).summary
     if "readout" in summary:
-        raise ValueError(f"{name} has the custom readout `{summary['readout']}`, which no file holds: use a script.")
+        raise ValueError(
+            f"{name} has the custom readout `{summary['readout']}`, which no file holds: use a script."
+        )
     is_classifier = architecture.endswith("ForSequenceClassification")
-    if not is_classifier and architecture not in CAUSAL_LMS and not architecture.endswith("ForCausalLM"):
-        raise ValueError(f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model.")
+    if (
+        not is_classifier
+        and architecture not in CAUSAL_LMS
+        and not architecture.endswith("ForCausalLM")
+    ):
+        raise ValueError(
+            f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model."
+        )
     if not find_json(name, ADAPTER):
         auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
         with weights_of(name):
@@ -79,15 +98,22 @@ def load_model(name: str) -> PreTrainedModel:
     known = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
     with weights_of(name):
         if architecture == LinearReadoutForSequenceClassification.__name__:
-            base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **known)
+            base = LinearReadoutForSequenceClassification.from_encoder(
+                summary["encoder"], summary["pooling"], **known
+            )
             model = PeftModel.from_pretrained(base, name)
         elif is_classifier:
-            model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype="auto", **known)
+            model = AutoPeftModelForSequenceClassification.from_pretrained(
+                name, dtype="auto", **known
+            )
         else:
             model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
     if is_classifier:
         # The base may have other names, or the same ones in another order.
-        names = summary.get("id2label", {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)})
+        names = summary.get(
+            "id2label",
+            {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)},
+        )
         model.config.id2label = {int(number): label for number, label in names.items()}
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
@@ -96,7 +122,11 @@ def load_model(name: str) -> PreTrainedModel:
 
 def best_device() -> torch.device:
     """The accelerator of this machine, or else its CPU."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    return (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
@@ -106,8 +136,13 @@ def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} gives no tokenizer: {error}") from error
-    if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, "▁"}:  # SentencePiece's space
-        raise ValueError(f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`).")
+    if not tokenizer.get_vocab().keys() - {
+        *tokenizer.all_special_tokens,
+        "▁",
+    }:  # SentencePiece's space
+        raise ValueError(
+            f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`)."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -119,18 +154,31 @@ def position_limit(model: nn.Module) -> int | None:
     if limit is None or limit < 0:  # XLNet's -1
         return None
     for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+        if (
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+        ):
             limit -= module.padding_idx + 1  # RoBERTa's positions start after that of the padding
             break
-    prompt = getattr(model, "active_peft_config", None)  # prompt tuning puts tokens before the others
+    prompt = getattr(
+        model, "active_peft_config", None
+    )  # prompt tuning puts tokens before the others
     return limit - (getattr(prompt, "num_virtual_tokens", None) or 0)
 
 
 def has_position_table(model: nn.Module) -> bool:
     """Whether the model looks positions up in a table, which ends at the limit; rotary positions do not end."""
     tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    tables += [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]  # GPT-J's, CTRL's
+    tables += [
+        name for name, buffer in model.named_buffers() if buffer.is_floating_point()
+    ]  # GPT-J's, CTRL's
     # The tables of other towers are not of tokens.
-    tables = [name for name in tables if not any(tower in name for tower in ("vision", "visual", "image", "audio"))]
-    ends = [part for name in tables for part in name.split(".")[-2:]]  # two parts: LoRA's end in "base_layer"
+    tables = [
+        name
+        for name in tables
+        if not any(tower in name for tower in ("vision", "visual", "image", "audio"))
+    ]
+    ends = [
+        part for name in tables for part in name.split(".")[-2:]
+    ]  # two parts: LoRA's end in "base_layer"
     return any("pos" in part or part == "wpe" for part in ends)

@@ -59,25 +59,42 @@ def denoise_in_passes(
     if noisy.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"`noisy` is of {noisy.dtype}; give it in float32.")
     batch = len(noisy)
-    if sigma is None:  # of a flat image it is 0: the least that can be divided by, which keeps the image as it is
-        sigma = estimate_sigma(noisy).reshape(batch, -1).median(1).values.clamp(min=torch.finfo(torch.float32).tiny)
+    if (
+        sigma is None
+    ):  # of a flat image it is 0: the least that can be divided by, which keeps the image as it is
+        sigma = (
+            estimate_sigma(noisy)
+            .reshape(batch, -1)
+            .median(1)
+            .values.clamp(min=torch.finfo(torch.float32).tiny)
+        )
     sigma = torch.as_tensor(sigma).to(noisy.device, torch.float64).expand(batch)  # [batch]
     if not (sigma > 0).all():
-        raise ValueError(f"`sigma` is {sigma.tolist()}; the deviation of the noise must be positive.")
+        raise ValueError(
+            f"`sigma` is {sigma.tolist()}; the deviation of the noise must be positive."
+        )
     generator = torch.Generator().manual_seed(seed)
     estimates = _run(denoise, noisy, passes)  # [K, batch, values]
     size, target = estimates.shape[-1], estimates[0]
-    step = 0.01 * sigma  # far above the rounding of float32, far below the scale on which a denoiser bends
+    step = (
+        0.01 * sigma
+    )  # far above the rounding of float32, far below the scale on which a denoiser bends
     signs = torch.randint(2, noisy.shape, generator=generator).to(noisy) * 2 - 1
-    shifted = _run(denoise, noisy + signs * step.to(noisy).view(-1, *[1] * (noisy.dim() - 1)), passes)
+    shifted = _run(
+        denoise, noisy + signs * step.to(noisy).view(-1, *[1] * (noisy.dim() - 1)), passes
+    )
     divergence = ((shifted - estimates) * signs.flatten(1).double()).sum(-1) / step  # [K, batch]
     residual = (estimates - target).square().mean(-1)  # [K, batch]
     mse = residual - sigma**2 + 2 * sigma**2 * divergence / size
     if combine:
         matrix = torch.einsum("kbn,lbn->bkl", estimates, estimates)
-        right = torch.einsum("kbn,bn->bk", estimates, target) - (sigma**2 * divergence).T  # [batch, K]
+        right = (
+            torch.einsum("kbn,bn->bk", estimates, target) - (sigma**2 * divergence).T
+        )  # [batch, K]
         # Estimates that hardly differ leave their mix undetermined: the smallest weights then.
-        weights = (torch.linalg.pinv(matrix, rtol=1e-6, hermitian=True) @ right[..., None])[..., 0].T  # [K, batch]
+        weights = (torch.linalg.pinv(matrix, rtol=1e-6, hermitian=True) @ right[..., None])[
+            ..., 0
+        ].T  # [K, batch]
     else:
         weights = torch.nn.functional.one_hot(mse.argmin(0), passes + 1).T.double()
     output = torch.einsum("kb,kbn->bn", weights, estimates)
@@ -104,5 +121,7 @@ def _run(denoise, noisy, passes) -> torch.Tensor:
         found.append(denoise(found[-1]))
         given, wanted = (f"{x.dtype} {list(x.shape)}" for x in (found[-1], noisy))
         if given != wanted:
-            raise ValueError(f"`denoise` gave {given} for an input of {wanted}; both must be equal.")
+            raise ValueError(
+                f"`denoise` gave {given} for an input of {wanted}; both must be equal."
+            )
     return torch.stack([estimate.flatten(1).double() for estimate in found])

@@ -34,7 +34,9 @@ from .noise.embedding_noise import EmbeddingNoise, look_up
 from .readout.stack import inner_model
 
 
-GRID = 2.0**-16  # in deviations: coarse beside float64, so that the clean value does not decide what can be reached
+GRID = (
+    2.0**-16
+)  # in deviations: coarse beside float64, so that the clean value does not decide what can be reached
 
 
 class PrivateEmbeddings(EmbeddingNoise):
@@ -53,14 +55,25 @@ class PrivateEmbeddings(EmbeddingNoise):
     in the forward call for a text that the last call released. TypeError on a device without float64 (MPS).
     """
 
-    def __init__(self, model: nn.Module, gamma, clip_norm: float, seed: int | None = None, sigma: float | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        gamma,
+        clip_norm: float,
+        seed: int | None = None,
+        sigma: float | None = None,
+    ):
         super().__init__(model, gamma, secrets.randbits(63) if seed is None else seed, sigma)
         _check_below(math.inf, clip_norm=clip_norm)
         model = inner_model(model)
         if getattr(model, "main_input_name", "input_ids") != "input_ids":
-            raise ValueError(f"{type(model).__name__} has no token embeddings; only those can be private.")
+            raise ValueError(
+                f"{type(model).__name__} has no token embeddings; only those can be private."
+            )
         self.clip_norm, self._is_secret = clip_norm, seed is None
-        self._last: torch.Tensor | None = None  # the clean embeddings of the last lookup, if a text's beginning
+        self._last: torch.Tensor | None = (
+            None  # the clean embeddings of the last lookup, if a text's beginning
+        )
 
     @property
     def name(self) -> str:
@@ -72,7 +85,11 @@ class PrivateEmbeddings(EmbeddingNoise):
         if not call.perturbed:  # whether the beginning of the text is in a cache
             self._continues = call.cache is not None and bool(call.cache.get_seq_length())
         last, self._last = self._last, None if self._continues else clean.detach()
-        if last is not None and not self._continues and _is_repeated(last.to(clean), clean, call.perturbed):
+        if (
+            last is not None
+            and not self._continues
+            and _is_repeated(last.to(clean), clean, call.perturbed)
+        ):
             raise ValueError(
                 "The last text would be released twice, one token longer or by the decoder. Generate with "
                 "`use_cache=True` (XLM has no cache); give the decoder its own ids."
@@ -81,10 +98,14 @@ class PrivateEmbeddings(EmbeddingNoise):
 
     def _standard_noise(self, clean, generator):
         if not self._is_secret:
-            return torch.randn(clean.shape, generator=generator, device=clean.device, dtype=torch.float64)
+            return torch.randn(
+                clean.shape, generator=generator, device=clean.device, dtype=torch.float64
+            )
         words = np.frombuffer(os.urandom(8 * clean.numel()), np.int64).astype(np.float64)
         words = torch.from_numpy(words).view(clean.shape)
-        lower = torch.special.ndtri((words.abs() + 0.5) / 2.0**64)  # of both halves, the one without cancellation
+        lower = torch.special.ndtri(
+            (words.abs() + 0.5) / 2.0**64
+        )  # of both halves, the one without cancellation
         return lower.copysign(words).to(clean.device)
 
     def _add(self, clean, noise, deviation):
@@ -93,7 +114,9 @@ class PrivateEmbeddings(EmbeddingNoise):
         # The margin is above the rounding of norm and product (1e-16 for each dimension): a bound, not nearly one.
         noisy = exact * (self.clip_norm * (1 - 1e-9) / norms) + noise * deviation
         grid = deviation * GRID
-        noisy.detach().div_(grid).round_().mul_(grid)  # in place, detached: the gradient passes it by
+        noisy.detach().div_(grid).round_().mul_(
+            grid
+        )  # in place, detached: the gradient passes it by
         return noisy.to(clean.dtype)
 
 
@@ -105,7 +128,9 @@ def _is_repeated(last: torch.Tensor, clean: torch.Tensor, in_same_call: bool) ->
     return grown == 1 and torch.equal(clean[:, :kept], last[:, :kept])
 
 
-def epsilon_of_gamma(gamma: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1) -> float:
+def epsilon_of_gamma(
+    gamma: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1
+) -> float:
     """Epsilon of embeddings clipped to `clip_norm` with noise of deviation `gamma * sigma`.
 
     Args:
@@ -124,7 +149,9 @@ def epsilon_of_gamma(gamma: float, delta: float, clip_norm: float, sigma: float,
     return float(get_epsilon_gaussian(gamma * sigma / (2 * clip_norm * math.sqrt(tokens)), delta))
 
 
-def gamma_of_epsilon(epsilon: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1) -> float:
+def gamma_of_epsilon(
+    epsilon: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1
+) -> float:
     """The least noise level at which clipped embeddings are (epsilon, delta) private; see [`epsilon_of_gamma`]."""
     from dp_accounting import get_sigma_gaussian
 

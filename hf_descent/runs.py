@@ -39,7 +39,12 @@ LEFT_OUT_PREFIXES = (
     "activation_", "dataloader_", "ddp_", "do_", "eval_", "fsdp", "hub_", "include_", "log_", "logging_", "restore_",
     "save_", "torch_compile", "trackio_",
 )  # fmt: skip
-SECRETS = ("key", "password", "secret", "token")  # last words of the names of what is never recorded
+SECRETS = (
+    "key",
+    "password",
+    "secret",
+    "token",
+)  # last words of the names of what is never recorded
 
 
 class RunFolder:
@@ -82,7 +87,9 @@ class RunFolder:
         started = self.summary.get("training_started", 0.0) if found else 0.0
         for path in found:
             if path.stat().st_mtime < started:
-                logger.warning_once(f"{path} is older than the training of this folder's model: it is left out.")
+                logger.warning_once(
+                    f"{path} is older than the training of this folder's model: it is left out."
+                )
         return [path for path in found if path.stat().st_mtime >= started]
 
     def read(self, name: str) -> dict[str, Any]:
@@ -101,7 +108,9 @@ class RunFolder:
 
     def remove_evaluations(self, *others: str) -> None:
         """Remove the results of an earlier evaluation, perhaps of other rows or weights, and files of `others`."""
-        for path in (path for pattern in (*self.EVALUATIONS, *others) for path in self.path.glob(pattern)):
+        for path in (
+            path for pattern in (*self.EVALUATIONS, *others) for path in self.path.glob(pattern)
+        ):
             path.unlink()
 
 
@@ -113,17 +122,24 @@ def tables(results: Mapping[str, Any]) -> str:
 def training_arguments(args: DescentArguments) -> dict[str, Any]:
     """The arguments that define a training, the seed among them, in JSON values: this package's and
     `TRAINING_ARGUMENTS`, and of the others those that are not at their defaults; "unset" stands for `None` there."""
-    names = [*(argument.name for argument in dataclasses.fields(DescentArguments)), *TRAINING_ARGUMENTS]
+    names = [
+        *(argument.name for argument in dataclasses.fields(DescentArguments)),
+        *TRAINING_ARGUMENTS,
+    ]
     recorded = {name: as_python(getattr(args, name)) for name in names}
     for argument in dataclasses.fields(args):
         name = argument.name
-        left_out = name in LEFT_OUT or (name.startswith(LEFT_OUT_PREFIXES) and name != "dataloader_drop_last")
+        left_out = name in LEFT_OUT or (
+            name.startswith(LEFT_OUT_PREFIXES) and name != "dataloader_drop_last"
+        )
         if name in recorded or left_out or _is_secret(name) or not argument.init:
             continue
         made = argument.default_factory is not dataclasses.MISSING
         default = json_value(argument.default_factory() if made else argument.default)
         if (value := json_value(getattr(args, name))) != default:
-            recorded[name] = "unset" if value is None else value  # None would be taken for what is not recorded
+            recorded[name] = (
+                "unset" if value is None else value
+            )  # None would be taken for what is not recorded
     return recorded
 
 
@@ -131,14 +147,20 @@ def json_value(value: Any) -> Any:
     """A JSON value of an argument, without secrets; of a path its last part: seeds may start from anywhere."""
     value = as_python(value)
     if isinstance(value, Mapping):
-        return {str(name): json_value(item) for name, item in value.items() if not _is_secret(str(name))}
+        return {
+            str(name): json_value(item) for name, item in value.items() if not _is_secret(str(name))
+        }
     if isinstance(value, list):
         return [json_value(item) for item in value]
     value = value.value if isinstance(value, Enum) else value
     if isinstance(value, str) and os.path.exists(value):
         return os.path.basename(os.path.abspath(value))
     # Where an object lies in memory is another place in every process.
-    return value if isinstance(value, str | int | float | None) else re.sub(r" at 0x\w+", "", str(value))
+    return (
+        value
+        if isinstance(value, str | int | float | None)
+        else re.sub(r" at 0x\w+", "", str(value))
+    )
 
 
 def _is_secret(name: str) -> bool:

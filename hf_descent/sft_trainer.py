@@ -56,7 +56,11 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         for module in inner_model(self.model).modules():
             if hasattr(module, "router_aux_loss_coef"):
                 module.router_aux_loss_coef = self.router_aux_loss_coef
-        eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        eval_datasets = (
+            self.eval_dataset
+            if isinstance(self.eval_dataset, dict)
+            else {"eval": self.eval_dataset}
+        )
         for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
             if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
                 checks.check_positions(self, dataset, name)
@@ -70,15 +74,21 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         labels = example.get("labels", example["input_ids"])
         count = sum(label != IGNORE_INDEX for label in labels)
         lines = [f"First training example: {len(labels)} tokens, {count} with a label"]
-        for scored, stretch in groupby(zip(example["input_ids"], labels), key=lambda pair: pair[1] != IGNORE_INDEX):
+        for scored, stretch in groupby(
+            zip(example["input_ids"], labels), key=lambda pair: pair[1] != IGNORE_INDEX
+        ):
             text = self.processing_class.decode([token for token, _ in stretch])
             lines.append(f"[{'label' if scored else 'no label'}] {text!r}")
         return "\n".join(lines)
 
     # ---- data ----
 
-    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+    def _prepare_dataset(
+        self, dataset, processing_class, args, packing, formatting_func, dataset_name
+    ):
+        dataset = super()._prepare_dataset(
+            dataset, processing_class, args, packing, formatting_func, dataset_name
+        )
         if isinstance(dataset, Dataset):
             checks.check_some_labels(dataset, dataset_name, args.max_length)
         return dataset
@@ -103,7 +113,11 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         metrics["mean_token_accuracy"].append((gather(tokens.hits.sum()).sum() / count).item())
         if self.model.training:
             mask = inputs.get("attention_mask")
-            seen = torch.tensor(inputs["position_ids"].size(1), device=count.device) if mask is None else mask.sum()
+            seen = (
+                torch.tensor(inputs["position_ids"].size(1), device=count.device)
+                if mask is None
+                else mask.sum()
+            )
             self._total_train_tokens += gather(seen).sum().item()
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
@@ -119,7 +133,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return super().get_eval_dataloader(eval_dataset if filled is dataset else filled)
 
     def get_test_dataloader(self, test_dataset):
-        return super().get_test_dataloader(self._filled(test_dataset) if self.padding_free else test_dataset)
+        return super().get_test_dataloader(
+            self._filled(test_dataset) if self.padding_free else test_dataset
+        )
 
     def _filled(self, dataset):
         """`dataset`, with rows without labels at the end that fill the last batch on several processes.
@@ -132,7 +148,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             return dataset
         filler = dataset.select([0] * (-len(dataset) % (self.args.eval_batch_size * processes)))
         ignored = [[IGNORE_INDEX] * len(labels) for labels in filler["labels"]]
-        filler = filler.remove_columns("labels").add_column("labels", ignored, feature=dataset.features["labels"])
+        filler = filler.remove_columns("labels").add_column(
+            "labels", ignored, feature=dataset.features["labels"]
+        )
         return concatenate_datasets([dataset, filler])
 
     def prediction_step(self, *args, **kwargs):
@@ -149,22 +167,32 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
         if "input_ids" not in get_dataset_column_names(dataset) and not self._skip_prepare_dataset:
-            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+            packing = (
+                self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+            )
             dataset = self._prepare_dataset(
                 dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
             )
         # With TRL's columns, which hold the lengths of packed documents.
         collate = self._get_collator_with_removed_columns(self.data_collator)
         return DataLoader(
-            dataset, self.args.eval_batch_size, collate_fn=lambda rows: self._prepare_inputs(collate(rows))
+            dataset,
+            self.args.eval_batch_size,
+            collate_fn=lambda rows: self._prepare_inputs(collate(rows)),
         )
 
     def _run_summary(self):
         summary = super()._run_summary()
         if "training_started" not in summary:
             return summary
-        first = self.train_dataset[0] if isinstance(self.train_dataset, Dataset) else {"labels": [IGNORE_INDEX]}
-        if IGNORE_INDEX not in first.get("labels", ()):  # rows that come with labels may leave out others than prompts
+        first = (
+            self.train_dataset[0]
+            if isinstance(self.train_dataset, Dataset)
+            else {"labels": [IGNORE_INDEX]}
+        )
+        if IGNORE_INDEX not in first.get(
+            "labels", ()
+        ):  # rows that come with labels may leave out others than prompts
             summary["completion_only_loss"] = self.completion_only_loss
         return summary | {"num_tokens": self._total_train_tokens}
 

@@ -65,7 +65,9 @@ class DescentMixin:
     _tag_names = TAGS
     _paper = PAPER
     config_class = DescentConfig
-    logs_tokens = False  # whether a subclass logs statistics of the last layer's tokens, by `_log_tokens`
+    logs_tokens = (
+        False  # whether a subclass logs statistics of the last layer's tokens, by `_log_tokens`
+    )
     command: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
@@ -73,12 +75,16 @@ class DescentMixin:
         model=None,
         args=None,
         *positional,
-        readout: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], torch.Tensor] | str | None = None,
+        readout: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], torch.Tensor]
+        | str
+        | None = None,
         layer_loss_fn: Callable[..., torch.Tensor] | None = None,
         dual_dataset=None,
         **keywords,
     ):
-        args = self.config_class.from_training_arguments(args or self.config_class(output_dir="tmp_trainer"))
+        args = self.config_class.from_training_arguments(
+            args or self.config_class(output_dir="tmp_trainer")
+        )
         checks.check_one_loss(layer_loss_fn, keywords.get("compute_loss_func"))
         if layer_loss_fn is not None:
             keywords["compute_loss_func"] = layer_loss_fn
@@ -97,7 +103,10 @@ class DescentMixin:
             return
         checks.check_supported(self, super().compute_loss)
         certificate, others = lambda: self._record.certificate, self.callback_handler.callbacks
-        add_callbacks(self, DescentCallback(self._after_optimizer_step, self._after_epoch, certificate, others))
+        add_callbacks(
+            self,
+            DescentCallback(self._after_optimizer_step, self._after_epoch, certificate, others),
+        )
 
     @property
     def multipliers(self) -> Multipliers | None:
@@ -124,7 +133,12 @@ class DescentMixin:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:  # of data without a length Trainer goes on asking
             self._record.step_starts.append(start)
-        if batches and self._reads_layers and self._objective is None and self._is_labelled(batches[0]):
+        if (
+            batches
+            and self._reads_layers
+            and self._objective is None
+            and self._is_labelled(batches[0])
+        ):
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, preparation.prepared(self, batches[0]))
         self._step = StepSums()
@@ -139,7 +153,12 @@ class DescentMixin:
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        if batch_samples and self._task is None and not self._reads_layers and self._is_labelled(batch_samples[0]):
+        if (
+            batch_samples
+            and self._task is None
+            and not self._reads_layers
+            and self._is_labelled(batch_samples[0])
+        ):
             custom = self.compute_loss_func is not None or self.label_smoother is not None
             if self.model_accepts_loss_kwargs or custom or not self._stock_scaling_is_right:
                 self._find_task(self.model_wrapped, preparation.prepared(self, batch_samples[0]))
@@ -154,10 +173,18 @@ class DescentMixin:
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         self._prepare(model, inputs)
         if not is_step:
-            key = (self.args.process_index, self._evaluated.batches) if self._record.by_strategy else None
-            measured = self._objective.layers.measure(model, inputs, keep_logits=return_outputs, key=key)
+            key = (
+                (self.args.process_index, self._evaluated.batches)
+                if self._record.by_strategy
+                else None
+            )
+            measured = self._objective.layers.measure(
+                model, inputs, keep_logits=return_outputs, key=key
+            )
             labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
-            self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size, labels)
+            self._evaluated = self._evaluated.plus(
+                measured, self.args.process_index, self.args.world_size, labels
+            )
             self._log_tokens(inputs, measured.outputs, measured.tokens)
             loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
             return (loss, measured.outputs) if return_outputs else loss
@@ -171,14 +198,18 @@ class DescentMixin:
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Trainer's own loss; scaled right where Trainer's is not."""
-        miscaled = self._is_labelled(inputs) and not (self._stock_scaling_is_right or self._reads_layers)
+        miscaled = self._is_labelled(inputs) and not (
+            self._stock_scaling_is_right or self._reads_layers
+        )
         if miscaled:
             # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
             task = self._find_task(model, inputs)
             miscaled = num_items_in_batch is None or not preparation.takes_items(self, task, inputs)
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if not (miscaled and model.training):
-                return super().compute_loss(model, inputs, return_outputs, None if miscaled else num_items_in_batch)
+                return super().compute_loss(
+                    model, inputs, return_outputs, None if miscaled else num_items_in_batch
+                )
             share = self._step.share(task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
             loss = torch.where(share > 0, loss, 0.0) * share
@@ -207,7 +238,9 @@ class DescentMixin:
         if self._objective is not None:
             self._objective.step(skipped or self.accelerator.optimizer_step_was_skipped)
             self._step = self._objective.sums
-            checks.report_layers_at_chance(self._objective.layers.readout, self._dual, self.state.global_step)
+            checks.report_layers_at_chance(
+                self._objective.layers.readout, self._dual, self.state.global_step
+            )
 
     def _after_epoch(self) -> None:
         if self._objective is not None and self.args.slack_restart:
@@ -237,19 +270,29 @@ class DescentMixin:
         inputs = preparation.shared_batch(inputs, self)
         task = self._find_task(model, inputs, is_shared=True)
         layers = preparation.find_layers(self, model, inputs, task, self._readout)
-        dual = self._dual or preparation.make_dual(self, layers, inputs, self._dual_dataset, self._record.resumed_from)
-        self._objective = DescentObjective.of(layers, dual, (self.args.process_index, self.args.world_size))
+        dual = self._dual or preparation.make_dual(
+            self, layers, inputs, self._dual_dataset, self._record.resumed_from
+        )
+        self._objective = DescentObjective.of(
+            layers, dual, (self.args.process_index, self.args.world_size)
+        )
         self._objective.begin(self.state.global_step, self._step)
 
     def _training_noise(self, model):
         """The noise of a micro-batch as a context."""
         is_noisy = self.args.gamma_train > 0
-        if self._noise is None and (is_noisy or self.args.eval_gammas):  # sigma is that before training
-            self._noise = EmbeddingNoise(unwrapped(model), self.args.noise_gamma, self.args.seed, self.noise_sigma())
+        if self._noise is None and (
+            is_noisy or self.args.eval_gammas
+        ):  # sigma is that before training
+            self._noise = EmbeddingNoise(
+                unwrapped(model), self.args.noise_gamma, self.args.seed, self.noise_sigma()
+            )
         if not is_noisy:
             return contextlib.nullcontext()
         # Keyed by where training stands, the noise of a resumed run needs no saved generator.
-        self._noise.reseed(self.args.process_index, self.state.global_step, self._step.micro_batches)
+        self._noise.reseed(
+            self.args.process_index, self.state.global_step, self._step.micro_batches
+        )
         return self._noise
 
     def noise_sigma(self, model=None) -> float:
@@ -264,16 +307,24 @@ class DescentMixin:
 
     @property
     def _stock_scaling_is_right(self) -> bool:
-        return not self._reads_layers and self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
+        return (
+            not self._reads_layers
+            and self.args.gradient_accumulation_steps == 1
+            and self.args.world_size == 1
+        )
 
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        self._record = replace(self._record, also_selected=holdout.is_of_training(self, eval_dataset, self._record))
+        self._record = replace(
+            self._record, also_selected=holdout.is_of_training(self, eval_dataset, self._record)
+        )
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset, *args, **kwargs):
-        self._record = replace(self._record, also_selected=holdout.is_of_training(self, test_dataset, self._record))
+        self._record = replace(
+            self._record, also_selected=holdout.is_of_training(self, test_dataset, self._record)
+        )
         return super().predict(test_dataset, *args, **kwargs)
 
     def _evaluate(self, *args, **kwargs):
@@ -285,19 +336,36 @@ class DescentMixin:
             self._record = replace(self._record, by_strategy=False)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
-        self._objective = self._record.started and self._objective  # untrained: f_0 is that of these rows
+        self._objective = (
+            self._record.started and self._objective
+        )  # untrained: f_0 is that of these rows
         is_beside = not self._reads_layers and description == "Evaluation"
-        self._evaluated = LayersBeside(self, super().compute_loss, self._evaluated) if is_beside else LayerTotals()
-        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        self._evaluated = (
+            LayersBeside(self, super().compute_loss, self._evaluated)
+            if is_beside
+            else LayerTotals()
+        )
+        output = super().evaluation_loop(
+            dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+        )
         if is_beside:
             output.metrics.update(self._evaluated.metrics(metric_key_prefix))
         if self._reads_layers and not output.num_samples:
-            raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
+            raise ValueError(
+                "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
+            )
         if self._dual is not None:
             totals = reduced(self, self._evaluated.over(self._dual.num_layers, self.args.device))
-            given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
+            given = (
+                self._evaluated.labels,
+                metric_key_prefix,
+                self.state.global_step,
+                self._record.also_selected,
+            )
             metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
-            self._record.keep_certificate(certificate, self.state.global_step, self.state.best_global_step)
+            self._record.keep_certificate(
+                certificate, self.state.global_step, self.state.best_global_step
+            )
             output.metrics.update(metrics)
             if certificate is not None and self.is_world_process_zero() and not self.is_in_train:
                 logger.info(f"Verdict on the evaluation data:\n{certificate}")
@@ -305,19 +373,27 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         if not self._reads_layers:
-            prediction = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+            prediction = super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+            )
             if isinstance(self._evaluated, LayersBeside):
                 self._evaluated.read(model, inputs)
             return prediction
         ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
-        predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+        predict = partial(
+            super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+        )
         if not self._is_labelled(inputs):
             if self._readout is None:
                 return predict()
             readout, bare = self._objective and self._objective.layers.readout, unwrapped(model)
-            if readout is None or not readout.fits(bare):  # not kept: this batch does not show the labels' shift
+            if readout is None or not readout.fits(
+                bare
+            ):  # not kept: this batch does not show the labels' shift
                 readout = Readout.probe(bare, self._prepare_inputs(inputs), self._readout)
-            with readout.attach(lambda *_: None, [readout.num_layers]):  # its logits are the model's
+            with readout.attach(
+                lambda *_: None, [readout.num_layers]
+            ):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
         if prediction_loss_only:
@@ -329,7 +405,10 @@ class DescentMixin:
         if own_rows is not None or self._evaluated is before:
             inputs, self._evaluated = self._prepare_inputs(inputs), before
             # On every process, also for no rows: a forward may gather parameters.
-            self._evaluate_batch(model, inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1))))
+            self._evaluate_batch(
+                model,
+                inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1))),
+            )
             if own_rows == 0:
                 self._evaluated = before
         return prediction
@@ -353,7 +432,9 @@ class DescentMixin:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model, settings = evaluation.settings(self, self._readout)
         is_noise = kwargs.get("perturbation") is None
-        if is_noise:  # the levels of a perturbation are others than those of training, and of the card
+        if (
+            is_noise
+        ):  # the levels of a perturbation are others than those of training, and of the card
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
         curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
@@ -396,7 +477,9 @@ class DescentMixin:
         self.args.check_descent_arguments()
         self._add_callbacks()
         checks.check_best_metric(self, self._reads_layers)
-        seen = checks.check_data(self, self._readout, self._dual_dataset) if self._reads_layers else {}
+        seen = (
+            checks.check_data(self, self._readout, self._dual_dataset) if self._reads_layers else {}
+        )
         self._task = self._objective = self._noise = None
         # What was measured before is of another model.
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
@@ -450,12 +533,16 @@ class DescentMixin:
         super()._load_callback_state()
 
     def save_model(self, output_dir=None, _internal_call=False):
-        if _internal_call and output_dir and self.args.should_save:  # the old one would stand for a complete save
+        if (
+            _internal_call and output_dir and self.args.should_save
+        ):  # the old one would stand for a complete save
             Path(output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
-        if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
+        if (
+            _internal_call and output_dir and self.args.save_only_model
+        ):  # a checkpoint without an optimizer
             self._save_dual_state(output_dir)
             checkpoints.save_checksums(self, output_dir)
 
@@ -476,7 +563,9 @@ class DescentMixin:
         self, hp_space=None, compute_objective=None, n_trials=20, direction=None, *args, **kwargs
     ):
         if compute_objective is None:
-            compute_objective, direction = default_objective(self.args.objective, self.eval_dataset, direction)
+            compute_objective, direction = default_objective(
+                self.args.objective, self.eval_dataset, direction
+            )
         args = (compute_objective, n_trials, direction or "minimize", *args)
         self._record = replace(self._record, searched=True)
         return super().hyperparameter_search(hp_space, *args, **kwargs)

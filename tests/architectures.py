@@ -14,23 +14,66 @@ TEXT = {
     "intermediate_size": 48, "max_position_embeddings": 40, "pad_token_id": 1,
 }  # fmt: skip
 DECODER = TEXT | {"num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3, "head_dim": 8}
-GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 40, "pad_token_id": 1}
-XLM = {"vocab_size": 99, "emb_dim": 32, "n_layers": LAYERS, "n_heads": 4, "max_position_embeddings": 40}
+GPT = {
+    "vocab_size": 99,
+    "n_embd": 32,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": 40,
+    "pad_token_id": 1,
+}
+XLM = {
+    "vocab_size": 99,
+    "emb_dim": 32,
+    "n_layers": LAYERS,
+    "n_heads": 4,
+    "max_position_embeddings": 40,
+}
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0}
 T5_DECODER = T5 | {"num_decoder_layers": LAYERS}
-BART = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": LAYERS, "max_position_embeddings": 40}
+BART = {
+    "vocab_size": 99,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "max_position_embeddings": 40,
+}
 BART |= {
-    f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("attention_heads", 4), ("ffn_dim", 48))
+    f"{part}_{size}": n
+    for part in ("encoder", "decoder")
+    for size, n in (("attention_heads", 4), ("ffn_dim", 48))
 }
 IMAGE = TEXT | {"image_size": 16, "patch_size": 4}
-AUDIO = TEXT | {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
-AUDIO |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16}
+AUDIO = TEXT | {
+    "conv_dim": (16, 16),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
+    "num_feat_extract_layers": 2,
+}
+AUDIO |= {
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 16,
+}
 MAMBA = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4}
 DEBERTA = TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 0}
-XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": LAYERS, "n_head": 4, "d_inner": 48, "pad_token_id": 1}
+XLNET = {
+    "vocab_size": 99,
+    "d_model": 32,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "d_inner": 48,
+    "pad_token_id": 1,
+}
 # The field that holds the depth is the first of these that is given.
-DEPTHS = ("num_decoder_layers", "decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers", "num_layers")
+DEPTHS = (
+    "num_decoder_layers",
+    "decoder_layers",
+    "decoder_num_hidden_layers",
+    "num_hidden_layers",
+    "num_layers",
+)
 DEPTHS += ("n_layers", "n_layer")
 
 # class -> config fields
@@ -53,12 +96,19 @@ MODELS = {
     "GPT2LMHeadModel": GPT,
     "MambaForCausalLM": MAMBA,
     "MixtralForCausalLM": DECODER | {"num_local_experts": 4, "output_router_logits": True},
-    "Qwen2MoeForCausalLM": DECODER | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True},
+    "Qwen2MoeForCausalLM": DECODER
+    | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True},
     "XLMWithLMHeadModel": XLM,
     # masked LM
     "BertForMaskedLM": TEXT,
     "AlbertForMaskedLM": TEXT | {"embedding_size": 16},
-    "DistilBertForMaskedLM": {"vocab_size": 99, "dim": 32, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 48},
+    "DistilBertForMaskedLM": {
+        "vocab_size": 99,
+        "dim": 32,
+        "n_layers": LAYERS,
+        "n_heads": 4,
+        "hidden_dim": 48,
+    },
     "ElectraForMaskedLM": TEXT | {"embedding_size": 16},
     "ModernBertForMaskedLM": TEXT | {"local_attention": 4},
     "FNetForMaskedLM": TEXT,
@@ -104,21 +154,46 @@ FAMILIES = [
 # Encoder-decoders with an encoder of three layers; the decoder is the stack.
 NO_DEPTH = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
 ENC_DEC = BART | {"encoder_layers": 3, "num_experts": 2, "num_global_tokens": 2}
-ENC_DEC |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 8, "attention_window": 4}
+ENC_DEC |= {
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+    "expert_capacity": 8,
+    "attention_window": 4,
+}
 ENC_DEC |= {"attention_type": "original_full", "block_size": 4}
 ENC_DEC |= {f"max_{part}_position_embeddings": 40 for part in ("encoder", "decoder")}
-SPEECH = ENC_DEC | {"num_mel_bins": 8, "input_feat_per_channel": 8, "conv_channels": 16, "conv_kernel_sizes": (3, 3)}
+SPEECH = ENC_DEC | {
+    "num_mel_bins": 8,
+    "input_feat_per_channel": 8,
+    "conv_channels": 16,
+    "conv_kernel_sizes": (3, 3),
+}
 SPEECH |= {"max_source_positions": 40, "max_target_positions": 40, "pad_token_id": 1}
 SWITCH = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-PROPHET = NO_DEPTH | {"num_encoder_layers": 3, "num_decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-PROPHET |= {"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "decoder_start_token_id": 2}
+PROPHET = NO_DEPTH | {
+    "num_encoder_layers": 3,
+    "num_decoder_layers": 3,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
+PROPHET |= {
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "decoder_start_token_id": 2,
+}
 MOONSHINE = NO_DEPTH | {
     f"{part}_{size}": n
     for part in ("encoder", "decoder")
-    for size, n in (("num_hidden_layers", 3), ("num_attention_heads", 4), ("num_key_value_heads", 4))
+    for size, n in (
+        ("num_hidden_layers", 3),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 4),
+    )
 }
 SEAMLESS = ENC_DEC | {"hidden_size": 32, "t2u_vocab_size": 99, "char_vocab_size": 99}
-SEAMLESS |= {f"t2u_{part}_layers": 1 for part in ("encoder", "decoder")} | {"speech_encoder_layers": 1}
+SEAMLESS |= {f"t2u_{part}_layers": 1 for part in ("encoder", "decoder")} | {
+    "speech_encoder_layers": 1
+}
 T5_LIKE = ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers")
 BART_LIKE = (
     "Bart", "MBart", "Pegasus", "PegasusX", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "M2M100", "Mvp",
@@ -138,14 +213,36 @@ ENCODER_DECODERS = {
     "T5ForSequenceClassification": T5_DECODER,
     "T5ForQuestionAnswering": T5_DECODER,
 }
-SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
+SWIN = {
+    "image_size": 32,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "window_size": 2,
+}
 CONVNEXT = {"image_size": 32, "hidden_sizes": [4, 8, 8], "depths": [1, 1, 1], "num_stages": 3}
-FUNNEL = {"vocab_size": 99, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "block_sizes": [1, 1, 1]}
+FUNNEL = {
+    "vocab_size": 99,
+    "d_model": 16,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 16,
+    "block_sizes": [1, 1, 1],
+}
 REFUSED = {  # whose layers differ in shape
     "SwinForImageClassification": SWIN,
     "ConvNextForImageClassification": CONVNEXT,
-    "ResNetForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
-    "PoolFormerForImageClassification": {"image_size": 32, "depths": [1] * 4, "hidden_sizes": [4, 8, 8, 8]},
+    "ResNetForImageClassification": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+    },
+    "PoolFormerForImageClassification": {
+        "image_size": 32,
+        "depths": [1] * 4,
+        "hidden_sizes": [4, 8, 8, 8],
+    },
     "FunnelForSequenceClassification": FUNNEL,
     "CanineForSequenceClassification": TEXT,
 }
@@ -178,11 +275,17 @@ def batch_for(model, with_labels=False):
     if model.main_input_name == "input_values":
         batch = {"input_values": torch.randn(2, 1200 if name.startswith("Moonshine") else 400)}
     elif model.main_input_name == "input_features" and "Text" not in name.split("For")[1]:
-        batch = {"input_features": torch.randn(2, *((8, 80) if name.startswith("Whisper") else (24, 8)))}
+        batch = {
+            "input_features": torch.randn(2, *((8, 80) if name.startswith("Whisper") else (24, 8)))
+        }
     else:
         shape = (2, 3, 9) if "MultipleChoice" in name else (2, 9)
         batch = {"input_ids": torch.randint(5, 99, shape)}  # [batch, (choices,) seq]
-    if "attention_mask" in model.forward.__code__.co_varnames and "Mamba" not in name and "input_ids" in batch:
+    if (
+        "attention_mask" in model.forward.__code__.co_varnames
+        and "Mamba" not in name
+        and "input_ids" in batch
+    ):
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][-1, ..., -2:] = 0
         batch["input_ids"][-1, ..., -2:] = 1

@@ -13,7 +13,9 @@ def trained(folder, model=None, data=None, **arguments):
     data = classification_data(16) if data is None else data
     model = bert() if model is None else model
     settings = config(folder, **arguments)
-    trainer = DescentTrainer(model, settings, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer())
+    trainer = DescentTrainer(
+        model, settings, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer()
+    )
     trainer.train()
     trainer.save_model()
     return trainer
@@ -31,8 +33,16 @@ def read(folder):
 def check_card(text):
     """What the Hub demands of a card's metadata; a list of complaints."""
     data = yaml.safe_load(re.match(r"\A---\n(.*?)\n---\n", text, re.DOTALL)[1])
-    errors = [f"{key} must be a string" for key in ("base_model", "license") if not isinstance(data.get(key, ""), str)]
-    errors += [f"{key} must be a list" for key in ("tags", "datasets") if not isinstance(data.get(key, []), list)]
+    errors = [
+        f"{key} must be a string"
+        for key in ("base_model", "license")
+        if not isinstance(data.get(key, ""), str)
+    ]
+    errors += [
+        f"{key} must be a list"
+        for key in ("tags", "datasets")
+        if not isinstance(data.get(key, []), list)
+    ]
     for result in (result for index in data.get("model-index", []) for result in index["results"]):
         words = [result["task"]["type"], result["dataset"]["name"], result["dataset"]["type"]]
         words += [metric["type"] for metric in result["metrics"]]

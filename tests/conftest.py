@@ -6,9 +6,16 @@ import tempfile
 
 
 # No test may reach the network, a tracker or what a user's programs keep.
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    WANDB_MODE="disabled",
+    TOKENIZERS_PARALLELISM="false",
+)
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_descent_tests_")
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: pytest's workers take all cores
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # of the processes that tests start: pytest's workers take all cores
+)
 
 import pytest
 import torch
@@ -16,7 +23,9 @@ import transformers.utils.logging  # noqa: F401  (gives loggers their `warning_o
 from accelerate.logging import MultiProcessAdapter
 
 
-os.chdir(f"{os.path.dirname(os.path.abspath(__file__))}/..")  # from where recipes and documentation name their files
+os.chdir(
+    f"{os.path.dirname(os.path.abspath(__file__))}/.."
+)  # from where recipes and documentation name their files
 
 
 def pytest_unconfigure():
@@ -39,10 +48,16 @@ def _few_threads():
 @pytest.fixture(autouse=True)
 def _fresh_logger(monkeypatch):
     """Loggers as at the start of python: a training keeps the level that it sets, and what is said once is kept."""
-    for said_once in (logging.Logger.warning_once, logging.Logger.info_once, MultiProcessAdapter.warning_once):
+    for said_once in (
+        logging.Logger.warning_once,
+        logging.Logger.info_once,
+        MultiProcessAdapter.warning_once,
+    ):
         said_once.cache_clear()
     logger = logging.getLogger("hf_descent")
-    logger.setLevel(logging.NOTSET)  # which also forgets the levels that its children have looked up
+    logger.setLevel(
+        logging.NOTSET
+    )  # which also forgets the levels that its children have looked up
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
 
@@ -54,6 +69,10 @@ def readouts(caplog):
 
     def said():
         lines = [record.getMessage() for record in caplog.records]
-        return ["tiles" if "in tiles of" in line else "replay" for line in lines if line.startswith("Layers are read")]
+        return [
+            "tiles" if "in tiles of" in line else "replay"
+            for line in lines
+            if line.startswith("Layers are read")
+        ]
 
     return said

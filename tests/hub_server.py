@@ -60,29 +60,43 @@ class _Hub(Handler):
         if file := re.fullmatch(r"/(.+)/resolve/[^/]+/(.+)", self.path.partition("?")[0]):
             repo = self.server.repos.get(file[1], {"files": {}})
             if (content := repo["files"].get(file[2])) is not None:
-                return self.send(content, ETag=f'"{hashlib.sha256(content).hexdigest()}"', **_commit(repo))
+                return self.send(
+                    content, ETag=f'"{hashlib.sha256(content).hexdigest()}"', **_commit(repo)
+                )
             return self.send({}, 404, **{"X-Error-Code": "EntryNotFound"}, **_commit(repo))
-        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/tree/[^/]+|/revision/[^/]+)?(/.+)?", self.path.split("?")[0])
+        found = re.fullmatch(
+            r"/api/models/([^/]+/[^/]+)(/tree/[^/]+|/revision/[^/]+)?(/.+)?",
+            self.path.split("?")[0],
+        )
         repo = self.server.repos.get(found and found[1])
         if repo is None or found[3]:  # folders of a repository: these have none
-            return self.send({}, 404, **{"X-Error-Code": "EntryNotFound" if repo else "RepoNotFound"})
+            return self.send(
+                {}, 404, **{"X-Error-Code": "EntryNotFound" if repo else "RepoNotFound"}
+            )
         if (found[2] or "").startswith("/tree"):
             entries = [
-                {"type": "file", "path": name, "size": len(x), "oid": name} for name, x in repo["files"].items()
+                {"type": "file", "path": name, "size": len(x), "oid": name}
+                for name, x in repo["files"].items()
             ]
             return self.send(entries)
         siblings = [{"rfilename": name} for name in repo["files"]]
         sha = _commit(repo)["X-Repo-Commit"]
-        return self.send({"id": found[1], "sha": sha, "siblings": siblings, "tags": [], "private": False})
+        return self.send(
+            {"id": found[1], "sha": sha, "siblings": siblings, "tags": [], "private": False}
+        )
 
     do_HEAD = do_GET
 
     def do_POST(self):
         body, repos = self.rfile.read(int(self.headers["Content-Length"])), self.server.repos
         if self.path == "/api/repos/create":
-            repo_id = f"{json.loads(body).get('organization') or 'tester'}/{json.loads(body)['name']}"
+            repo_id = (
+                f"{json.loads(body).get('organization') or 'tester'}/{json.loads(body)['name']}"
+            )
             repos.setdefault(repo_id, {"files": {}, "commits": []})
-            return self.send({"url": f"{self.server.endpoint}/{repo_id}", "name": repo_id, "id": repo_id})
+            return self.send(
+                {"url": f"{self.server.endpoint}/{repo_id}", "name": repo_id, "id": repo_id}
+            )
         if self.path == "/api/validate-yaml":
             errors = [{"message": error} for error in check_card(json.loads(body)["content"])]
             return self.send({"errors": errors, "warnings": []}, 400 if errors else 200)
@@ -92,13 +106,20 @@ class _Hub(Handler):
         if action == "preupload":
             names = [file["path"] for file in json.loads(body)["files"]]
             return self.send(
-                {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+                {
+                    "files": [
+                        {"path": name, "uploadMode": "regular", "shouldIgnore": False}
+                        for name in names
+                    ]
+                }
             )
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "header":
                 repos[repo_id]["commits"].append(line["value"]["summary"])
             elif line["key"] == "file":
-                repos[repo_id]["files"][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                repos[repo_id]["files"][line["value"]["path"]] = base64.b64decode(
+                    line["value"]["content"]
+                )
             elif line["key"] == "deletedFile":
                 del repos[repo_id]["files"][line["value"]["path"]]
         sha = _commit(repos[repo_id])["X-Repo-Commit"]

@@ -17,7 +17,9 @@ WEIGHTS = torch.tensor([0.7, -0.4, 0.0, 1.9], dtype=torch.float64, device=TEST_D
 def setting(bias=False, norm="rms", dtype=torch.float64, ignored=0.3):
     torch.manual_seed(0)
     with torch.device(TEST_DEVICE):
-        hidden = [torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).requires_grad_() for _ in range(LAYERS)]
+        hidden = [
+            torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).requires_grad_() for _ in range(LAYERS)
+        ]
         norm = {
             "rms": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
             "layer": lambda: nn.LayerNorm(HIDDEN),
@@ -68,7 +70,9 @@ class Watch(TorchDispatchMode):
             self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.largest = max(
+                    self.largest, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return out
 
 
@@ -81,7 +85,11 @@ class LiveStorage(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(t)}
+        given = {
+            t.untyped_storage()._cdata
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if _is_tensor(t)
+        }
         self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
         for tensor in filter(_is_tensor, torch.utils._pytree.tree_leaves(out)):
             storage = tensor.untyped_storage()

@@ -24,19 +24,37 @@ def batch(side="right", length=7, real=(7, 4, 2)):
 
 def t5(**config):
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+    }
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **config)).eval()
 
 
 def vit(**config):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes | config)).eval()
 
 
 def gemma3n():
     """A model with a second table of tokens, for its layers."""
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "laurel_rank": 4}
+    sizes = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "laurel_rank": 4,
+    }
     layers = {
         "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
     }  # fmt: skip
@@ -77,12 +95,18 @@ class Spy:
 
     def see(self, module, args, output):
         self.noisy.append(output.detach())
-        self.added.append(output.detach() - nn.functional.embedding(args[0], module.weight).detach())
+        self.added.append(
+            output.detach() - nn.functional.embedding(args[0], module.weight).detach()
+        )
 
 
 def added_noise(model, inputs, *modules, **noise):
     """The noise of each lookup of one forward call: list of `[batch, seq, hidden]`."""
-    with EmbeddingNoise(model, **noise), Spy(*modules or [model.get_input_embeddings()]) as spy, torch.no_grad():
+    with (
+        EmbeddingNoise(model, **noise),
+        Spy(*modules or [model.get_input_embeddings()]) as spy,
+        torch.no_grad(),
+    ):
         model(**inputs)
     return spy.added
 

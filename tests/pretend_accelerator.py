@@ -7,11 +7,20 @@ import torch
 from accelerate import PartialState
 from torch import library
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 
 COPIES = ("copy_", "_to_copy")
-STRICT = ("cat", "stack", "embedding", "index_select", "gather")  # which take no single number from the CPU either
+STRICT = (
+    "cat",
+    "stack",
+    "embedding",
+    "index_select",
+    "gather",
+)  # which take no single number from the CPU either
 
 
 class Pretend(torch.Tensor):
@@ -19,7 +28,11 @@ class Pretend(torch.Tensor):
 
     @staticmethod
     def __new__(cls, own):
-        layout = {"strides": own.stride(), "storage_offset": own.storage_offset(), "dtype": own.dtype}
+        layout = {
+            "strides": own.stride(),
+            "storage_offset": own.storage_offset(),
+            "dtype": own.dtype,
+        }
         tensor = cls._make_wrapper_subclass(cls, own.size(), **layout, device=DEVICE)
         tensor.own = own
         return tensor
@@ -31,7 +44,9 @@ class Pretend(torch.Tensor):
     # What torch has in C++ and knows no subclass of.
 
     def __getitem__(self, index):
-        return super().__getitem__(torch.tensor(index, device=DEVICE) if isinstance(index, list) else index)
+        return super().__getitem__(
+            torch.tensor(index, device=DEVICE) if isinstance(index, list) else index
+        )
 
     def __format__(self, spec):
         return format(self.item(), spec)
@@ -58,7 +73,11 @@ def run(function, *args, **kwargs):
     there = {id(value.own): value for value in tensors if isinstance(value, Pretend)}
     into = isinstance(args[0], Pretend) if args else False
     may_mix = name in COPIES or (name == "index" and into)  # by indices on the CPU
-    left = [value for value in tensors if not isinstance(value, Pretend) and (value.ndim or name in STRICT)]
+    left = [
+        value
+        for value in tensors
+        if not isinstance(value, Pretend) and (value.ndim or name in STRICT)
+    ]
     if there and left and not may_mix:
         raise RuntimeError(f"{name} on {DEVICE} of what is on the CPU")
     stays = into if name == "copy_" else device is None or device.type == DEVICE.type
@@ -71,7 +90,9 @@ def run(function, *args, **kwargs):
             return value
         if value.dtype == torch.float64:
             raise TypeError(f"{name} gives float64, which {DEVICE} does not have")
-        tensor = there[id(value)] if id(value) in there else Pretend(value)  # what was written into stays itself
+        tensor = (
+            there[id(value)] if id(value) in there else Pretend(value)
+        )  # what was written into stays itself
         assert tensor.shape == value.shape, f"{name} gives tensors another shape"
         return tensor
 

@@ -30,7 +30,9 @@ def make_profile(losses, gamma=0.0, feasible=None):
     problem, blocks = None, np.ones((20, len(losses), 4))
     blocks[..., 2] = losses
     if feasible is not None:  # above chance no layer is
-        problem = DescentProblem(1e-3, losses[0] * (1.1 if feasible else 0.9), len(losses)).state_dict()
+        problem = DescentProblem(
+            1e-3, losses[0] * (1.1 if feasible else 0.9), len(losses)
+        ).state_dict()
     return LayerProfile("accuracy", losses, 1 - losses, gamma, problem, blocks, chance=9.0)
 
 

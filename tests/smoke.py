@@ -13,7 +13,11 @@ SMOKE = ROOT / "recipes" / "smoke"
 def smoke_command(recipe):
     """The words after `hf-descent` of the README's command for a recipe, named by the end of its path."""
     lines = re.findall(r"^hf-descent (.*)$", (SMOKE / "README.md").read_text(), re.MULTILINE)
-    return next(words for words in map(shlex.split, lines) if any(word.endswith(f"smoke/{recipe}") for word in words))
+    return next(
+        words
+        for words in map(shlex.split, lines)
+        if any(word.endswith(f"smoke/{recipe}") for word in words)
+    )
 
 
 def results_of(folder, name="all_results"):

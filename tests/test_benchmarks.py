@@ -62,7 +62,10 @@ def test_a_learning_rate_is_chosen_on_all_seeds_between_two_others(losses, tried
     assert {exponent for exponent, seed in calls if seed == 0} >= tried
     assert {exponent for exponent, seed in calls if seed == 1} == trained
     means = {exponent: sum(known[exponent]) for exponent in trained}
-    best = min(trained, key=lambda exponent: means[exponent] if math.isfinite(means[exponent]) else math.inf)
+    best = min(
+        trained,
+        key=lambda exponent: means[exponent] if math.isfinite(means[exponent]) else math.inf,
+    )
     assert {best - 1, best + 1} <= {exponent for exponent, _ in calls}
 
 

@@ -15,7 +15,9 @@ def adapted(on_head):
     options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     saved = {} if on_head else {"modules_to_save": ["lm_head"]}
     first = LoraConfig(target_modules=["q_proj"], **options, **saved)
-    second = LoraConfig(target_modules=["q_proj", "lm_head"] if on_head else ["q_proj"], **options, **saved)
+    second = LoraConfig(
+        target_modules=["q_proj", "lm_head"] if on_head else ["q_proj"], **options, **saved
+    )
     model = get_peft_model(spread(llama()), first, adapter_name="one")
     model.add_adapter("two", second)
     for name, parameter in model.named_parameters():
@@ -27,7 +29,9 @@ def adapted(on_head):
 
 def make(folder, model, **settings):
     data = language_data(8)
-    return DescentTrainer(model, config(folder, **settings), train_dataset=language_data(80), eval_dataset=data)
+    return DescentTrainer(
+        model, config(folder, **settings), train_dataset=language_data(80), eval_dataset=data
+    )
 
 
 CHANGES = {
@@ -35,14 +39,20 @@ CHANGES = {
     "no adapter": lambda trainer: trainer.model.base_model.disable_adapter_layers(),
     "merged": lambda trainer: setattr(trainer, "model", trainer.model.merge_and_unload()),
     "another model": lambda trainer: setattr(trainer, "model", llama(seed=1)),
-    "another head": lambda trainer: trainer.model.get_base_model().set_output_embeddings(nn.Linear(16, VOCAB)),
+    "another head": lambda trainer: trainer.model.get_base_model().set_output_embeddings(
+        nn.Linear(16, VOCAB)
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("on_head", [False, True])
 def test_evaluation_follows_the_model(tmp_path, change, on_head):
-    trainer, batch, losses = make(tmp_path, adapted(on_head)), default_data_collator(language_data(8)), []
+    trainer, batch, losses = (
+        make(tmp_path, adapted(on_head)),
+        default_data_collator(language_data(8)),
+        [],
+    )
     trainer.train()  # one that only evaluates finds the layers anew each time
     for changed in (lambda trainer: None, CHANGES[change]):
         changed(trainer)
@@ -52,7 +62,9 @@ def test_evaluation_follows_the_model(tmp_path, change, on_head):
             losses.append(trainer.model(**batch).loss.item())
             expected = layer_losses(trainer.model, batch).tolist()
         assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
-        assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
+        assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+            expected, rel=1e-5
+        )
     assert change == "merged" or losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
@@ -73,8 +85,17 @@ def test_an_adapter_that_training_switches_to_is_trained(tmp_path, on_head):
     runs = []
     for objective in ("descent", "erm"):  # of the latter the steps are Trainer's own
         model = adapted(on_head)
-        trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name or "_to_save" in name]
-        settings = {"objective": objective, "dual_warmup_steps": 99, "max_steps": 8, "logging_steps": 1}
+        trained = [
+            parameter
+            for name, parameter in model.named_parameters()
+            if "lora_" in name or "_to_save" in name
+        ]
+        settings = {
+            "objective": objective,
+            "dual_warmup_steps": 99,
+            "max_steps": 8,
+            "logging_steps": 1,
+        }
         trainer = make(tmp_path, model, **settings)
         trainer.optimizer = torch.optim.SGD(trained, 0.1)
         trainer.add_callback(Switch())

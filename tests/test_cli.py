@@ -44,7 +44,9 @@ def recipe(tmp_path):
 def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(recipe):
     path = recipe("name: a\nrate: 0.1\nsteps: 7\nloud: true\n")
     assert parse("--config", path) == Arguments("a", 0.1, 7, True)
-    assert parse("--config", path, "--name", "b", "--steps=9", "--loud", "false") == Arguments("b", 0.1, 9, False)
+    assert parse("--config", path, "--name", "b", "--steps=9", "--loud", "false") == Arguments(
+        "b", 0.1, 9, False
+    )
     assert parse("--steps", "9", "--config", path) == Arguments("a", 0.1, 9, True)
     assert parse("--name", "a") == Arguments("a")
 
@@ -58,10 +60,13 @@ def test_recipe_values_take_the_type_of_their_field(recipe):
 
 def test_unknown_names_are_listed(recipe):
     with pytest.raises(
-        ValueError, match=r"recipe.yaml sets \['rates', 'stepz'\], which `hf-descent test` does not have"
+        ValueError,
+        match=r"recipe.yaml sets \['rates', 'stepz'\], which `hf-descent test` does not have",
     ):
         parse("--config", recipe("name: a\nstepz: 1\nrates: 2\n"))
-    with pytest.raises(ValueError, match=r"`hf-descent test` does not have \['--rates', '2'\]: check the spelling"):
+    with pytest.raises(
+        ValueError, match=r"`hf-descent test` does not have \['--rates', '2'\]: check the spelling"
+    ):
         parse("--name", "a", "--rates", "2")
     with pytest.raises(ValueError, match="--ra"):  # no guessing from abbreviations
         parse("--name", "a", "--ra", "2")
@@ -79,14 +84,18 @@ class Kinds(Arguments):
 
 def test_values_of_a_recipe_are_read_as_flags_or_refused_by_name(recipe):
     def read(text):
-        return cli.parse_recipe((Kinds,), ["--config", recipe(f"name: a\n{text}\n")], prog="hf-descent test")[0]
+        return cli.parse_recipe(
+            (Kinds,), ["--config", recipe(f"name: a\n{text}\n")], prog="hf-descent test"
+        )[0]
 
     assert read("strategy: no").strategy == "no"  # which is False in YAML
     assert (read("column: 3").column, read("files: a.avi").files) == ("3", ["a.avi"])
     assert type(read("rate: 1").rate) is float
     assert (read("kwargs: {a: 1}").kwargs, read("files: [a, b]").files) == ({"a": 1}, ["a", "b"])
     for line in ("rate: [1]", "column: null", "column: [a]", "steps: {a: 1}", "files: {a: 1}"):
-        with pytest.raises(ValueError, match=f"recipe.yaml sets `{line.split(':')[0]}` to .*; give a single value"):
+        with pytest.raises(
+            ValueError, match=f"recipe.yaml sets `{line.split(':')[0]}` to .*; give a single value"
+        ):
             read(line)
     with pytest.raises(ValueError, match="--steps: invalid int value: '1.5'"):
         read("steps: 1.5")
@@ -135,16 +144,27 @@ def test_every_command_has_help(capsys):
             assert "Not `seed`" in printed
 
 
-def test_the_help_begins_with_the_descent_and_leaves_most_of_trainers_arguments_to_help_all(capsys, monkeypatch):
+def test_the_help_begins_with_the_descent_and_leaves_most_of_trainers_arguments_to_help_all(
+    capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     short, whole = (shown(capsys, "classify", flag) for flag in ("--help", "--help_all"))
-    assert short.index("--objective") < short.index("--pooling") < short.index("--text_column") < short.index("--seed")
+    assert (
+        short.index("--objective")
+        < short.index("--pooling")
+        < short.index("--text_column")
+        < short.index("--seed")
+    )
     assert "--adam_beta1" in whole and "--adam_beta1" not in short
     assert len(short.splitlines()) < 200 and "micro-batch" in whole and "micro-batch" not in short
     for printed in (short, whole):  # each flag once
         flags = re.findall(r"^  (--\w+)", printed, re.MULTILINE)
         assert len(flags) == len(set(flags)) and "--slack_restart" in flags
-        assert "--no_" not in printed and "--text-column" not in printed and "default: None" not in printed
+        assert (
+            "--no_" not in printed
+            and "--text-column" not in printed
+            and "default: None" not in printed
+        )
 
 
 @pytest.mark.parametrize(
@@ -163,7 +183,9 @@ def test_an_error_of_the_user_is_one_line_and_a_traceback_only_where_asked_for(d
         assert done.returncode == 1 and "Traceback" in done.stderr
     else:
         assert done.returncode == 2 and "Traceback" not in done.stderr
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-descent: error:")]
+        (line,) = [
+            line for line in done.stderr.splitlines() if line.startswith("hf-descent: error:")
+        ]
         assert named in line and "usage:" not in done.stderr
 
 
@@ -192,7 +214,9 @@ def test_every_extra_of_a_command_is_one_of_setup_cfg():
     setup.read(Path(cli.__file__).parents[1] / "setup.cfg")
     extras = setup["options.extras_require"]
     for module, extra in hf_descent.EXTRAS.items():
-        assert module.replace("_", "-") in re.findall(r"^[\w-]+", extras[extra], re.MULTILINE), module
+        assert module.replace("_", "-") in re.findall(r"^[\w-]+", extras[extra], re.MULTILINE), (
+            module
+        )
 
 
 @pytest.mark.parametrize("command", ["show", "export", "exit"])
@@ -208,22 +232,42 @@ def test_a_run_that_is_not_there_is_named(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["classify", "sft", "generate", "compare"])
 def test_a_model_that_is_not_there_is_named(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = ["--model_name_or_path", "mistyped", "--output_dir", "out", "--report_to", "none", "--use_cpu", "true"]
-    words = {"generate": ["mistyped", "--output", "out.json"], "compare": ["mistyped"]}.get(command, flags)
+    flags = [
+        "--model_name_or_path",
+        "mistyped",
+        "--output_dir",
+        "out",
+        "--report_to",
+        "none",
+        "--use_cpu",
+        "true",
+    ]
+    words = {"generate": ["mistyped", "--output", "out.json"], "compare": ["mistyped"]}.get(
+        command, flags
+    )
     with pytest.raises(ValueError, match="'mistyped'"):
         cli.main([command, *words])
 
 
-def test_what_trainer_raises_for_a_metric_or_a_tracker_that_is_not_there_is_one_line(monkeypatch, capsys):
-    for fault, line in ((lambda: {}["eval_f2"], "error: 'eval_f2'"), (SwanLabCallback, "`pip install swanlab`")):
+def test_what_trainer_raises_for_a_metric_or_a_tracker_that_is_not_there_is_one_line(
+    monkeypatch, capsys
+):
+    for fault, line in (
+        (lambda: {}["eval_f2"], "error: 'eval_f2'"),
+        (SwanLabCallback, "`pip install swanlab`"),
+    ):
         monkeypatch.setattr(cli, "main", fault)
         with pytest.raises(SystemExit) as end:
             cli.console()
         assert end.value.code == 2 and line in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")])
-def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, command, flag):
+@pytest.mark.parametrize(
+    ("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")]
+)
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path, command, flag
+):
     bert().save_pretrained(tmp_path / "run")
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=f"{tmp_path}/file"):
@@ -234,6 +278,9 @@ def test_no_module_imports_a_command_and_no_command_another():
     for path in Path(cli.__file__).parent.rglob("*.py"):
         source = path.read_text(encoding="utf-8")
         if path.parent.name == "commands":
-            assert set(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)) <= {"training", "arguments"}, path
+            assert set(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)) <= {
+                "training",
+                "arguments",
+            }, path
         elif path.name != "cli.py":
             assert not re.search(r"^ *(from|import) .*\bcommands\b", source, re.MULTILINE), path

@@ -24,11 +24,15 @@ GENERATION = {"predict_with_generate": True, "generation_max_length": 9, "genera
 
 
 @pytest.mark.parametrize(
-    ("config_class", "given"), [(DescentConfig, PARSED), (Seq2SeqDescentConfig, PARSED | GENERATION)]
+    ("config_class", "given"),
+    [(DescentConfig, PARSED), (Seq2SeqDescentConfig, PARSED | GENERATION)],
 )
 def test_python_values_command_line_and_yaml_agree(tmp_path, config_class, given):
     parser = HfArgumentParser(config_class)
-    words = {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in given.items()}
+    words = {
+        name: json.dumps(value) if isinstance(value, dict | list) else value
+        for name, value in given.items()
+    }
     flags = [f"--{name}={value}" for name, value in words.items()]
     (by_flags,) = parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", *flags])
     file = tmp_path / "config.yaml"
@@ -36,22 +40,35 @@ def test_python_values_command_line_and_yaml_agree(tmp_path, config_class, given
     (by_file,) = parser.parse_yaml_file(str(file))
     by_hand = config_class(str(tmp_path), **given)
     for name, value in given.items():
-        assert getattr(by_hand, name) == getattr(by_flags, name) == getattr(by_file, name) == value, name
+        assert (
+            getattr(by_hand, name) == getattr(by_flags, name) == getattr(by_file, name) == value
+        ), name
 
 
 def test_lists_are_given_as_words_too(tmp_path):
     parser = HfArgumentParser(DescentConfig)
     for words, levels in (("0 0.5 1", [0, 0.5, 1]), ("0.5", [0.5]), ("[]", []), ("[0.5]", [0.5])):
-        flags = [f"--output_dir={tmp_path}", "--constrained_layers", "1", "3", "--eval_gammas", *words.split()]
+        flags = [
+            f"--output_dir={tmp_path}",
+            "--constrained_layers",
+            "1",
+            "3",
+            "--eval_gammas",
+            *words.split(),
+        ]
         (config,) = parser.parse_args_into_dataclasses(flags)
         assert config.eval_gammas == levels and config.constrained_layers == [1, 3]
     with pytest.raises(ValueError, match="`eval_gammas` is 'half'"):
-        parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", "--eval_gammas", "0", "half"])
+        parser.parse_args_into_dataclasses(
+            [f"--output_dir={tmp_path}", "--eval_gammas", "0", "half"]
+        )
 
 
 def test_a_command_line_s_numbers_need_no_digit_on_either_side_of_the_point(tmp_path):
     flags = "--noise_gamma .5 --eval_gammas 0 .5 --descent_alpha .1 --initial_loss_bound 1."
-    (args,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses([f"--output_dir={tmp_path}", *flags.split()])
+    (args,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses(
+        [f"--output_dir={tmp_path}", *flags.split()]
+    )
     assert (args.noise_gamma, args.eval_gammas) == (0.5, [0, 0.5])
     assert (args.descent_alpha, args.initial_loss_bound) == (0.1, 1.0)
 
@@ -75,8 +92,14 @@ def test_numbers_and_paths_of_any_kind_become_python_s_own(tmp_path):
     [
         ({}, ("adam", 0.02, 0.25, 0.02)),
         ({"exit_targets": {2: 0.1}}, ("pi", 0.04, 0.0, 0.1)),
-        ({"exit_targets": {2: 0.1}, "dual_optim": "adam", "dual_learning_rate": 0.02}, ("adam", 0.02, 0.0, 0.1)),
-        ({"loss_targets": {2: 0.4}, "dual_learning_rate": 0.3, "dual_warmup_steps": 5}, ("pi", 0.3, 5.0, 0.1)),
+        (
+            {"exit_targets": {2: 0.1}, "dual_optim": "adam", "dual_learning_rate": 0.02},
+            ("adam", 0.02, 0.0, 0.1),
+        ),
+        (
+            {"loss_targets": {2: 0.4}, "dual_learning_rate": 0.3, "dual_warmup_steps": 5},
+            ("pi", 0.3, 5.0, 0.1),
+        ),
         ({"exit_targets": {2: 0.1}, "descent_alpha": "line"}, ("adam", 0.02, 0.25, 0.02)),
         ({"exit_targets": {2: 0.1}, "resilience": 0.01}, ("adam", 0.02, 0.25, 0.02)),
         ({"exit_targets": {2: 0.1}, "objective": "hinge"}, ("adam", 0.02, 0.25, 0.02)),
@@ -89,7 +112,12 @@ def test_targets_alone_have_dual_settings_of_their_own(tmp_path, given, expected
     later.check_descent_arguments()  # as for the trials of a search
     converted = DescentConfig.from_training_arguments(before, **{"loss_targets": None} | given)
     for args in (DescentConfig(tmp_path, **given), later, converted):
-        assert (args.dual_optim, args.dual_learning_rate, args.dual_warmup_steps, args.target_margin) == expected
+        assert (
+            args.dual_optim,
+            args.dual_learning_rate,
+            args.dual_warmup_steps,
+            args.target_margin,
+        ) == expected
 
 
 @pytest.mark.parametrize(
@@ -111,22 +139,30 @@ def test_the_noise_level_of_training_is_the_upper_end_of_its_range(tmp_path, gam
 
 
 def test_auto_is_the_default_on_the_command_line_too(tmp_path):
-    (config,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses([f"--output_dir={tmp_path}"])
-    assert config.layer_rows == "line" and config.initial_loss_bound == "auto" and config.objective == "descent"
+    (config,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses(
+        [f"--output_dir={tmp_path}"]
+    )
+    assert (
+        config.layer_rows == "line"
+        and config.initial_loss_bound == "auto"
+        and config.objective == "descent"
+    )
     assert config == DescentConfig(str(tmp_path))
 
 
 def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
-    paragraphs = re.findall(r"^(\w+) \((.*?)\):\n((?:    .*\n?)+)", inspect.getdoc(DescentArguments), re.MULTILINE)
+    paragraphs = re.findall(
+        r"^(\w+) \((.*?)\):\n((?:    .*\n?)+)", inspect.getdoc(DescentArguments), re.MULTILINE
+    )
     documented = {name: (head, " ".join(body.split())) for name, head, body in paragraphs}
     fields = {field.name: field for field in dataclasses.fields(DescentArguments)}
     assert documented.keys() == fields.keys()
     for name, (head, body) in documented.items():
         assert fields[name].metadata["help"].replace("%%", "%") == body, name
         default = fields[name].default
-        assert (f'defaults to `"{default}"`' if isinstance(default, str) else f"defaults to `{default}`") in head or (
-            default is None and "defaults" not in head
-        ), name
+        assert (
+            f'defaults to `"{default}"`' if isinstance(default, str) else f"defaults to `{default}`"
+        ) in head or (default is None and "defaults" not in head), name
     assert "descent_alpha" in DescentConfig.__doc__
 
 
@@ -153,14 +189,26 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"noise_gamma": [0.1, 0.2, 0.3]}, "low <= high"),
         ({"noise_gamma": float("inf")}, "noise_gamma"),
         ({"eval_gammas": [0.1, -1]}, "eval_gammas"),
-        ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),
+        (
+            {"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0},
+            "dual_warmup_steps",
+        ),
         ({"dual_warmup_steps": 2.5}, "whole steps"),
         ({"objective": "fixed"}, "fixed_multipliers"),
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
-        ({"metric_for_best_model": "eval_descent_share"}, "a worse last layer improves: choose by 'feasible_score'"),
+        (
+            {"metric_for_best_model": "eval_descent_share"},
+            "a worse last layer improves: choose by 'feasible_score'",
+        ),
         ({"descent_strength": 1.5}, "descent_strength"),
-        ({"exit_targets": {1: 0.1}, "constrained_layers": [2]}, "add descent_alpha='line' to your targets"),
-        *(({"readout_token_fraction": value}, "readout_token_fraction") for value in (0.0, 1.5, float("nan"))),
+        (
+            {"exit_targets": {1: 0.1}, "constrained_layers": [2]},
+            "add descent_alpha='line' to your targets",
+        ),
+        *(
+            ({"readout_token_fraction": value}, "readout_token_fraction")
+            for value in (0.0, 1.5, float("nan"))
+        ),
         ({"exit_targets": {1: -0.1}}, "exit_targets"),
         ({"loss_targets": [0.4]}, "loss_targets"),
         ({"target_margin": 0.9}, "target_margin"),
@@ -192,7 +240,12 @@ def test_conversion_keeps_every_argument_and_a_subclass_s_own(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("metric", "greater"),
-    [("eval_layer_loss_2", False), ("max_violation", False), ("loss", False), ("feasible_score", True)],
+    [
+        ("eval_layer_loss_2", False),
+        ("max_violation", False),
+        ("loss", False),
+        ("feasible_score", True),
+    ],
 )
 def test_smaller_losses_and_violations_are_better(tmp_path, metric, greater):
     numbers = {"descent_alpha": 0.1, "initial_loss_bound": 1.0}

@@ -27,11 +27,30 @@ RUNS = {
     "mean of tokens": {},
     "held-out rows": {"dual_warmup_steps": 0, "initial_loss_bound": 4.0, "dual_learning_rate": 0.1},
 }
-FIRST = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "bert.embeddings", "bert.encoder.layer.0")
-LAST = ("model.layers.1", "model.layers.2", "model.norm", "lm_head", "bert.encoder.layer.1", "bert.encoder.layer.2")
+FIRST = (
+    "model.embed_tokens",
+    "model.rotary_emb",
+    "model.layers.0",
+    "bert.embeddings",
+    "bert.encoder.layer.0",
+)
+LAST = (
+    "model.layers.1",
+    "model.layers.2",
+    "model.norm",
+    "lm_head",
+    "bert.encoder.layer.1",
+    "bert.encoder.layer.2",
+)
 LAST += ("bert.pooler", "dropout", "classifier")
 SPREAD = dict.fromkeys(FIRST, "cpu") | dict.fromkeys(LAST, f"{ACCELERATOR}:0")
-SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": [], "use_cpu": True}
+SETTINGS = {
+    "max_steps": 6,
+    "per_device_train_batch_size": 4,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+}
 
 
 def numbers(kind, arguments, device, spread=False):
@@ -41,13 +60,22 @@ def numbers(kind, arguments, device, spread=False):
     model, data = (bert(), classification_data(48)) if of_texts else (llama(), language_data(48))
     if spread:
         model = dispatch_model(model, SPREAD, "cpu")
-    more = {"held-out rows": {"dual_dataset": language_data(200, length=13)}, "mean of tokens": {"readout": "mean"}}
+    more = {
+        "held-out rows": {"dual_dataset": language_data(200, length=13)},
+        "mean of tokens": {"readout": "mean"},
+    }
     trainer = trained(model, arguments, train_dataset=data, eval_dataset=data, **more.get(kind, {}))
     assert model.device.type == device
     metrics = trainer.evaluate()
-    given = [trainer.multipliers.values.tolist(), [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]]
+    given = [
+        trainer.multipliers.values.tolist(),
+        [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)],
+    ]
     levels = [0.0] if ON_GPU else [0.0, 1.0]  # a GPU has random numbers of its own
-    given += [trainer.evaluate_robustness(gammas=levels).losses, trainer.evaluate_layers(gamma=levels[-1]).losses]
+    given += [
+        trainer.evaluate_robustness(gammas=levels).losses,
+        trainer.evaluate_layers(gamma=levels[-1]).losses,
+    ]
     if kind == "replay":
         report = ConfidenceExit(model).calibrate(data, max_loss=0.1).evaluate(data)
         given += [report.accuracy, report.exit_shares, exit_profile(model, data, repeats=1).values]
@@ -80,10 +108,16 @@ def child():
         yield executor
 
 
-@pytest.mark.skipif(not (ON_GPU or is_torch_greater_or_equal("2.13")), reason="devices in Python are an experiment")
+@pytest.mark.skipif(
+    not (ON_GPU or is_torch_greater_or_equal("2.13")), reason="devices in Python are an experiment"
+)
 @pytest.mark.parametrize(
     ("kind", "spread"),
-    [*((kind, kind == "mean of tokens") for kind in RUNS), ("tiled head", True), ("sampled tokens", True)],
+    [
+        *((kind, kind == "mean of tokens") for kind in RUNS),
+        ("tiled head", True),
+        ("sampled tokens", True),
+    ],
 )
 def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, spread, child, tmp_path):
     on_cpu, there = child.submit(both, kind, str(tmp_path), spread).result(timeout=300)
@@ -92,17 +126,25 @@ def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, spread, child, tmp_pa
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-@pytest.mark.parametrize(("make", "data"), [(bert, classification_data()), (llama, language_data())])
-def test_steps_that_the_scaler_of_float16_skips_are_none_of_the_multipliers(make, data, optim, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "data"), [(bert, classification_data()), (llama, language_data())]
+)
+def test_steps_that_the_scaler_of_float16_skips_are_none_of_the_multipliers(
+    make, data, optim, tmp_path
+):
     settings = {"max_steps": 40, "max_grad_norm": float(ON_GPU), "optim": optim}
     args = config(tmp_path, use_cpu=not ON_GPU, fp16=ON_GPU, **settings)
     trainer = DescentTrainer(make(), args, train_dataset=data)
     # Too much at first, for float16 or, on a CPU, for float32.
-    trainer.accelerator.scaler = torch.amp.GradScaler(*(("cuda", 2.0**32) if ON_GPU else ("cpu", 2.0**90)))
+    trainer.accelerator.scaler = torch.amp.GradScaler(
+        *(("cuda", 2.0**32) if ON_GPU else ("cpu", 2.0**90))
+    )
     trainer.train()
     (taken,) = {state["step"].item() for state in trainer.optimizer.state.values()}
     assert 0 < taken < 40 and trainer.multipliers.steps.item() == taken
-    assert (trainer.multipliers.values > 0).any() and all(p.isfinite().all() for p in trainer.model.parameters())
+    assert (trainer.multipliers.values > 0).any() and all(
+        p.isfinite().all() for p in trainer.model.parameters()
+    )
 
 
 def waits(trainer):
@@ -128,10 +170,14 @@ def waits(trainer):
     return (seen[7] - seen[3]) / 4
 
 
-@pytest.mark.parametrize(("make", "data", "more"), [(bert, classification_data(), 0), (llama, language_data(), 1)])
+@pytest.mark.parametrize(
+    ("make", "data", "more"), [(bert, classification_data(), 0), (llama, language_data(), 1)]
+)
 def test_a_step_waits_for_the_device_no_more_often_than_trainers(make, data, more, tmp_path):
     """Whatever the number of layers; tiles find the labelled tokens in addition."""
-    args = config(tmp_path, use_cpu=not ON_GPU, logging_strategy="no", max_steps=1000)  # no look at progress
+    args = config(
+        tmp_path, use_cpu=not ON_GPU, logging_strategy="no", max_steps=1000
+    )  # no look at progress
     stock, *ours = (
         waits(trainer_class(make(layers), args, train_dataset=data))
         for trainer_class, layers in ((Trainer, 3), (DescentTrainer, 3), (DescentTrainer, 6))
@@ -155,7 +201,9 @@ def test_adapters_of_quantised_weights_are_trained(tmp_path):
         adapters = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
         adapted = get_peft_model(model.dequantize() if whole else model, adapters)
         assert whole == all(weight.is_floating_point() for weight in adapted.parameters())
-        trainer = trained(adapted, config(tmp_path, use_cpu=not ON_GPU, **settings), train_dataset=language_data())
+        trainer = trained(
+            adapted, config(tmp_path, use_cpu=not ON_GPU, **settings), train_dataset=language_data()
+        )
         metrics = trainer.evaluate(language_data())
         assert (trainer.multipliers.values > 0).any()
         assert all(np.isfinite(metrics[f"eval_layer_loss_{layer}"]) for layer in (1, 2, 3))

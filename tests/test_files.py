@@ -9,7 +9,9 @@ import pytest
 from hf_descent.files import atomic_write, read_json
 
 
-@pytest.mark.parametrize(("mode", "old", "new"), [("w", "alt", "größer\n"), ("wb", b"old", b"\xff\x00")])
+@pytest.mark.parametrize(
+    ("mode", "old", "new"), [("w", "alt", "größer\n"), ("wb", b"old", b"\xff\x00")]
+)
 def test_a_file_is_replaced_when_it_is_whole(tmp_path, mode, old, new):
     path = tmp_path / "card.json"
     for content in (old, new):

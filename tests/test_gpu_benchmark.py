@@ -12,7 +12,9 @@ from tiny_files import save_instructions
 
 
 def run(folder, *words):
-    printed = python("-m", "recipes.benchmarks.gpu", "--toy", "--output", folder / "found", *words, cwd=ROOT)
+    printed = python(
+        "-m", "recipes.benchmarks.gpu", "--toy", "--output", folder / "found", *words, cwd=ROOT
+    )
     text = (folder / "found.md").read_text()
     assert text in printed
     return text, json.loads((folder / "found.json").read_text())
@@ -21,7 +23,9 @@ def run(folder, *words):
 @pytest.mark.slow
 def test_it_runs_and_says_which_targets_hold(tmp_path):
     model, rows = save_instructions(tmp_path)
-    text, facts = run(tmp_path, "--minutes", "999", "--tests", "bfloat16", "--smollm2", model, rows, rows)
+    text, facts = run(
+        tmp_path, "--minutes", "999", "--tests", "bfloat16", "--smollm2", model, rows, rows
+    )
     assert facts["device"] in text.lower() and "toy sizes" in text and "failed" not in text.lower()
     assert "4 test_bfloat16_accumulates_in_float32 passed" in text and "equal texts 2 of 2" in text
     for target in (
@@ -39,7 +43,11 @@ def test_a_case_that_fails_is_named_and_the_others_run_on(tmp_path):
 
 
 def test_targets_hold_at_their_limits():
-    found = [gpu.target("a", value, 1.0, least)[2] for least in (False, True) for value in (0.9, 1.0, 1.1, None)]
+    found = [
+        gpu.target("a", value, 1.0, least)[2]
+        for least in (False, True)
+        for value in (0.9, 1.0, 1.1, None)
+    ]
     assert found == [True, True, False, None, False, True, True, None]
 
 

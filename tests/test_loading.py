@@ -14,23 +14,37 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_descent.commands import classify
 from hf_descent.commands.classify import ModelArguments
-from hf_descent.loading import architecture_of, has_position_table, load_model, load_tokenizer, position_limit
+from hf_descent.loading import (
+    architecture_of,
+    has_position_table,
+    load_model,
+    load_tokenizer,
+    position_limit,
+)
 
 
 @pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
 def test_an_adapter_is_put_on_its_base(kind, tmp_path):
     peft = pytest.importorskip("peft")
     base, loader = (
-        (llama(), AutoModelForCausalLM) if kind == "CAUSAL_LM" else (bert(), AutoModelForSequenceClassification)
+        (llama(), AutoModelForCausalLM)
+        if kind == "CAUSAL_LM"
+        else (bert(), AutoModelForSequenceClassification)
     )
     base.config.noise_sigma = 0.5
     if kind == "SEQ_CLS":
-        base.config.id2label = {0: "x", 1: "y", 2: "z"}  # which the adapter's training may number otherwise
+        base.config.id2label = {
+            0: "x",
+            1: "y",
+            2: "z",
+        }  # which the adapter's training may number otherwise
     base.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(task_type=kind, init_lora_weights=False, target_modules="all-linear")
     model = peft.get_peft_model(loader.from_pretrained(tmp_path / "base"), config).eval()
     model.save_pretrained(tmp_path / "adapter")
-    (tmp_path / "adapter" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25, "pad_token_id": 7}))
+    (tmp_path / "adapter" / "descent_config.json").write_text(
+        json.dumps({"noise_sigma": 0.25, "pad_token_id": 7})
+    )
     loaded, ids = load_model(str(tmp_path / "adapter")), torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
@@ -49,7 +63,9 @@ def test_an_adapter_is_put_on_its_base(kind, tmp_path):
 
 def test_models_of_other_kinds_are_refused(tmp_path):
     transformers.ViTForImageClassification(
-        transformers.ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+        transformers.ViTConfig(
+            num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8
+        )
     ).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a ViTForImageClassification; give a text classifier"):
         load_model(str(tmp_path))
@@ -60,11 +76,18 @@ def test_weights_that_do_not_fit_or_are_damaged_are_named(tmp_path):
     saved = (tmp_path / "config.json").read_text()
     labels = len(json.loads(saved)["id2label"])
     arguments = ModelArguments(model_name_or_path=str(tmp_path))
-    loads = (load_model, str(tmp_path)), (partial(classify.load_model, classes=["x"] * labels), arguments)
-    with pytest.raises(ValueError, match=f"' have {labels} labels, the data 5; `--pooling cls_linear"):
+    loads = (
+        (load_model, str(tmp_path)),
+        (partial(classify.load_model, classes=["x"] * labels), arguments),
+    )
+    with pytest.raises(
+        ValueError, match=f"' have {labels} labels, the data 5; `--pooling cls_linear"
+    ):
         classify.load_model(arguments, list("abcde"))
     for pooling in ("cls_linear", "mean_linear"):  # the remedy
-        remedied = classify.load_model(dataclasses.replace(arguments, pooling=pooling), list("abcde"))
+        remedied = classify.load_model(
+            dataclasses.replace(arguments, pooling=pooling), list("abcde")
+        )
         assert remedied.config.num_labels == 5
     (tmp_path / "config.json").write_text(json.dumps(json.loads(saved) | {"intermediate_size": 24}))
     for load, name in loads:
@@ -94,7 +117,9 @@ def test_an_adapter_whose_base_has_another_width_is_named(tmp_path):
 
 def test_a_config_without_an_architecture_is_named(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path.name}', a model whose config names no architecture; give a"):
+    with pytest.raises(
+        ValueError, match=f"{tmp_path.name}', a model whose config names no architecture; give a"
+    ):
         load_model(str(tmp_path))
 
 
@@ -103,7 +128,9 @@ def test_a_tokenizer_that_knows_no_word_is_not_the_models(kind, tmp_path):
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path.name}' has no tokenizer; save the one"):
         load_tokenizer(str(tmp_path))
-    transformers.AutoConfig.for_model("perceiver").save_pretrained(tmp_path)  # reads bytes, and needs no file
+    transformers.AutoConfig.for_model("perceiver").save_pretrained(
+        tmp_path
+    )  # reads bytes, and needs no file
     assert load_tokenizer(str(tmp_path))("ab")["input_ids"][1:-1] == [6 + ord("a"), 6 + ord("b")]
 
 
@@ -124,13 +151,17 @@ def test_the_limit_of_positions_is_the_configs(config, limit):
     assert position_limit(model) == limit
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if not {"image_size", "conv_dim"} & MODELS[name].keys()])
+@pytest.mark.parametrize(
+    "name", [name for name in FAMILIES if not {"image_size", "conv_dim"} & MODELS[name].keys()]
+)
 def test_models_without_a_table_of_positions_take_more_than_they_state(name):
     model = build(name, MODELS[name])
     length = (position_limit(model) or 40) + 3
     ids = torch.full((1, 2, length) if "MultipleChoice" in name else (1, length), 5)
     ids[..., -1] = 2  # BART's end
-    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if "ConditionalGeneration" in name else {})
+    given = {"input_ids": ids} | (
+        {"decoder_input_ids": ids} if "ConditionalGeneration" in name else {}
+    )
     with pytest.raises((IndexError, RuntimeError)) if has_position_table(model) else nullcontext():
         model(**given)
 
@@ -166,8 +197,14 @@ def test_as_many_tokens_as_the_limit_are_taken_and_no_more():
     gpt2 = transformers.GPT2Config(vocab_size=40, n_positions=20, n_embd=8, n_layer=1, n_head=2)
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     prompted = peft.get_peft_model(transformers.GPT2LMHeadModel(gpt2), tuning)
-    tuned = peft.get_peft_model(transformers.GPT2LMHeadModel(gpt2), peft.LoraConfig(target_modules=["wpe"]))
-    for model, limit in ((transformers.RobertaForCausalLM(config), 18), (prompted, 15), (tuned, 20)):
+    tuned = peft.get_peft_model(
+        transformers.GPT2LMHeadModel(gpt2), peft.LoraConfig(target_modules=["wpe"])
+    )
+    for model, limit in (
+        (transformers.RobertaForCausalLM(config), 18),
+        (prompted, 15),
+        (tuned, 20),
+    ):
         assert position_limit(model) == limit and has_position_table(model)
         model(torch.full((1, limit), 5))
         with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):

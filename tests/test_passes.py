@@ -7,9 +7,15 @@ from hf_descent.passes import denoise_in_passes, estimate_sigma
 def noisy(sigma, shape=(3, 64, 64), seed=0):
     """A smooth image and it with noise; one deviation per sample."""
     generator = torch.Generator().manual_seed(seed)
-    rows, columns = torch.meshgrid(torch.linspace(0, 3, shape[1]), torch.linspace(0, 3, shape[2]), indexing="ij")
-    clean = torch.stack([torch.sin(rows + k) * torch.cos(columns * (k + 1)) for k in range(shape[0])])
-    return clean, clean + torch.as_tensor(sigma).view(-1, 1, 1) * torch.randn(shape, generator=generator)
+    rows, columns = torch.meshgrid(
+        torch.linspace(0, 3, shape[1]), torch.linspace(0, 3, shape[2]), indexing="ij"
+    )
+    clean = torch.stack(
+        [torch.sin(rows + k) * torch.cos(columns * (k + 1)) for k in range(shape[0])]
+    )
+    return clean, clean + torch.as_tensor(sigma).view(-1, 1, 1) * torch.randn(
+        shape, generator=generator
+    )
 
 
 def soft(y, threshold):
@@ -48,7 +54,9 @@ def test_one_estimate_is_chosen_or_all_are_mixed_at_no_greater_estimated_error()
     passes = [y]
     for _ in range(6):
         passes.append(blur(passes[-1]))
-    errors = torch.stack([(estimate - clean).square().mean((1, 2)) for estimate in passes])  # [K, batch]
+    errors = torch.stack(
+        [(estimate - clean).square().mean((1, 2)) for estimate in passes]
+    )  # [K, batch]
     own = (chosen.output - clean).square().mean((1, 2))
     assert (own <= 1.1 * errors.min(0).values).all()
     for sample, pick in enumerate(picks):
@@ -61,18 +69,25 @@ def test_the_noise_level_is_estimated_for_each_image():
     for sigma in (0.05, 0.3):
         _, y = noisy([sigma, 2 * sigma, 3 * sigma], (3, 128, 129))
         torch.testing.assert_close(
-            estimate_sigma(y), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * sigma, rtol=0.06, atol=0.0
+            estimate_sigma(y),
+            torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * sigma,
+            rtol=0.06,
+            atol=0.0,
         )
     assert estimate_sigma(torch.ones(2, 3, 8, 8)).shape == (2, 3)
     _, y = noisy([0.1, 0.2, 0.4])
-    torch.testing.assert_close(denoise_in_passes(torch.nn.Identity(), y, 1).sigma, estimate_sigma(y))
+    torch.testing.assert_close(
+        denoise_in_passes(torch.nn.Identity(), y, 1).sigma, estimate_sigma(y)
+    )
     of_channels = denoise_in_passes(torch.nn.Identity(), y[None], 1).sigma
     torch.testing.assert_close(of_channels, estimate_sigma(y).median()[None])
 
 
 def test_the_draws_are_those_of_the_seed():
     _, y = noisy(0.3)
-    first, again, other = (denoise_in_passes(lambda y: soft(y, 0.3), y, seed=seed).mse for seed in (0, 0, 1))
+    first, again, other = (
+        denoise_in_passes(lambda y: soft(y, 0.3), y, seed=seed).mse for seed in (0, 0, 1)
+    )
     assert first.equal(again) and not first.equal(other)
 
 
@@ -94,7 +109,9 @@ def test_bad_arguments_to_passes_are_named():
             denoise_in_passes(torch.nn.Identity(), y.to(dtype))
     with pytest.raises(ValueError, match="`sigma` is"):
         denoise_in_passes(torch.nn.Identity(), y, sigma=0.0)
-    with pytest.raises(ValueError, match=r"gave torch.float32 \[2, 4\] for an input of torch.float32 \[2, 4, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"gave torch.float32 \[2, 4\] for an input of torch.float32 \[2, 4, 4\]"
+    ):
         denoise_in_passes(lambda y: y[:, 0], y, sigma=1.0)
     with pytest.raises(ValueError, match=r"gave torch.bfloat16 .* for an input of torch.float32"):
         denoise_in_passes(lambda y: y.bfloat16(), y, sigma=1.0)

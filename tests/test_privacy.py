@@ -29,7 +29,9 @@ def released(noise, ids, **inputs):
     """What the layers of BERT are sent for `ids` `[batch, seq]`: `[batch, seq, hidden]`."""
     model, sent = noise._model, []
     with noise, torch.no_grad():
-        handle = noise._lookups[0].register_forward_hook(lambda module, args, output: sent.append(output))
+        handle = noise._lookups[0].register_forward_hook(
+            lambda module, args, output: sent.append(output)
+        )
         model(input_ids=ids, **inputs)
         handle.remove()
     return sent[0]
@@ -41,11 +43,17 @@ def delta_of(epsilon, deviation, sensitivity):
     return norm.cdf(a - b) - math.exp(epsilon) * norm.cdf(-a - b)
 
 
-@pytest.mark.parametrize(("gamma", "clip_norm", "sigma", "tokens"), [(1.0, 0.5, 0.7, 1), (3.0, 1.5, 2.0, 16)])
+@pytest.mark.parametrize(
+    ("gamma", "clip_norm", "sigma", "tokens"), [(1.0, 0.5, 0.7, 1), (3.0, 1.5, 2.0, 16)]
+)
 def test_epsilon_is_that_of_the_analytic_mechanism(gamma, clip_norm, sigma, tokens):
     epsilon = epsilon_of_gamma(gamma, 1e-5, clip_norm, sigma, tokens)
-    assert delta_of(epsilon, gamma * sigma, 2 * clip_norm * math.sqrt(tokens)) == pytest.approx(1e-5, rel=1e-6)
-    assert gamma_of_epsilon(epsilon, 1e-5, clip_norm, sigma, tokens) == pytest.approx(gamma, rel=1e-6)
+    assert delta_of(epsilon, gamma * sigma, 2 * clip_norm * math.sqrt(tokens)) == pytest.approx(
+        1e-5, rel=1e-6
+    )
+    assert gamma_of_epsilon(epsilon, 1e-5, clip_norm, sigma, tokens) == pytest.approx(
+        gamma, rel=1e-6
+    )
 
 
 def test_embeddings_are_clipped_then_perturbed():
@@ -54,7 +62,10 @@ def test_embeddings_are_clipped_then_perturbed():
     with torch.no_grad():
         table *= torch.linspace(0.1, 3.0, len(table))[:, None] / table.norm(dim=1, keepdim=True)
         table[38, 3], table[39, 3] = math.nan, math.inf
-    sent = released(PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0), torch.arange(1, 40)[:, None])
+    sent = released(
+        PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0),
+        torch.arange(1, 40)[:, None],
+    )
     expected = table[1:38] / table[1:38].norm(dim=-1, keepdim=True).clamp(min=1.0)
     torch.testing.assert_close(sent[:37, 0], expected, atol=1e-4, rtol=0)
     assert (sent.norm(dim=-1) <= 1.0001).all()
@@ -69,10 +80,15 @@ def test_no_attack_on_released_embeddings_beats_the_bound():
         direction = torch.nn.functional.normalize(torch.ones(table.shape[1]), dim=0)
         table[5], table[6] = 7 * direction, -7 * direction  # as far apart as clipping allows
     noise = PrivateEmbeddings(model, gamma, clip_norm, seed=1, sigma=sigma)
-    first, second = ((released(noise, torch.full((20000, 1), token)) @ direction).flatten() for token in (5, 6))
+    first, second = (
+        (released(noise, torch.full((20000, 1), token)) @ direction).flatten() for token in (5, 6)
+    )
     # P(A | first) - e^epsilon P(A | second) is at most delta for every event A; the worst is a threshold.
     thresholds = torch.linspace(-8, 8, 200)
-    gain = [(first > t).double().mean() - math.exp(epsilon) * (second > t).double().mean() for t in thresholds]
+    gain = [
+        (first > t).double().mean() - math.exp(epsilon) * (second > t).double().mean()
+        for t in thresholds
+    ]
     delta = delta_of(epsilon, gamma * sigma, 2 * clip_norm)
     assert max(gain) == pytest.approx(delta, abs=0.02)
     assert delta > 0.03  # the bound is met, and not by far
@@ -86,8 +102,12 @@ def test_which_floats_are_reached_names_no_token(dtype):
     """
     epsilon, delta, clip_norm, model = 1.0, 1e-5, 4.0, bert(num_layers=1)
     with torch.no_grad():
-        model.get_input_embeddings().weight[5:7] = torch.tensor([1.0, 2.0**-12])[:, None]  # 16 coordinates: norm 4
-    noise = PrivateEmbeddings(model.to(dtype), gamma_of_epsilon(epsilon, delta, clip_norm, 1.0), clip_norm, sigma=1.0)
+        model.get_input_embeddings().weight[5:7] = torch.tensor([1.0, 2.0**-12])[
+            :, None
+        ]  # 16 coordinates: norm 4
+    noise = PrivateEmbeddings(
+        model.to(dtype), gamma_of_epsilon(epsilon, delta, clip_norm, 1.0), clip_norm, sigma=1.0
+    )
     place = torch.finfo(dtype).eps / 2
     shares = []
     for token in (5, 6):
@@ -126,7 +146,9 @@ def test_the_gradient_is_that_of_clipping():
 def test_hidden_positions_are_private_too():
     model = bert(num_layers=1)
     noise = PrivateEmbeddings(model, 5.0, clip_norm=1.0, seed=0, sigma=1.0)
-    sent = released(noise, torch.full((400, 4), 5), attention_mask=torch.tensor([[1, 1, 0, 0]]).expand(400, 4))
+    sent = released(
+        noise, torch.full((400, 4), 5), attention_mask=torch.tensor([[1, 1, 0, 0]]).expand(400, 4)
+    )
     assert (sent.std(dim=(0, 2)) > 4).all()
 
 
@@ -151,14 +173,21 @@ def test_a_release_has_secret_noise_and_a_measurement_its_seeds():
 
 
 def test_no_text_is_released_twice():
-    model, inputs = llama(num_layers=1).eval(), {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    model, inputs = (
+        llama(num_layers=1).eval(),
+        {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0},
+    )
     with PrivateEmbeddings(model, 1.0, clip_norm=1.0) as noise:
         for prompt in (torch.tensor([[1, 7, 9][:length]]) for length in (1, 2, 3)):
             inputs["attention_mask"] = torch.ones_like(prompt)
             for _ in range(2):
                 assert model.generate(prompt, **inputs).shape == (1, prompt.shape[1] + 4)
                 with pytest.raises(ValueError, match="released twice"):
-                    model.generate(prompt, use_cache=False, **inputs | {"max_new_tokens": 2, "min_new_tokens": 2})
+                    model.generate(
+                        prompt,
+                        use_cache=False,
+                        **inputs | {"max_new_tokens": 2, "min_new_tokens": 2},
+                    )
     text, cache = torch.tensor([[5, 6, 7, 8]]), DynamicCache()
     with noise, torch.no_grad():
         model(text)
@@ -166,7 +195,10 @@ def test_no_text_is_released_twice():
         for length in (3, 4, 2):  # as guesses of a draft, that follow what is in the cache
             model(torch.full((1, length), 5), past_key_values=cache)
     classifier, translator = mbart(), t5()
-    with PrivateEmbeddings(classifier, 1.0, clip_norm=1.0), pytest.raises(ValueError, match="released twice"):
+    with (
+        PrivateEmbeddings(classifier, 1.0, clip_norm=1.0),
+        pytest.raises(ValueError, match="released twice"),
+    ):
         classifier(text)
     with PrivateEmbeddings(translator, 1.0, clip_norm=1.0):
         translator(input_ids=text, labels=text.flip(1))
@@ -178,7 +210,9 @@ def test_what_an_adapter_adds_to_embeddings_is_clipped_and_perturbed(target):
     peft = pytest.importorskip("peft")
     model = t5() if target == "shared" else llama(num_layers=1)
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[8, 9, 10]])}
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target, "embed_tokens"])).eval()
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=[target, "embed_tokens"])
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -186,7 +220,9 @@ def test_what_an_adapter_adds_to_embeddings_is_clipped_and_perturbed(target):
     with PrivateEmbeddings(model, 1e-6, clip_norm=1.0, sigma=1.0, seed=0), torch.no_grad():
         for module in model.modules():
             if type(module).__name__ in ("LlamaDecoderLayer", "T5Block"):
-                module.register_forward_pre_hook(lambda module, args: sent.append(args[0].norm(dim=-1).max()))
+                module.register_forward_pre_hook(
+                    lambda module, args: sent.append(args[0].norm(dim=-1).max())
+                )
         model(**inputs)
     assert sent[0] < 1.001
 
@@ -194,7 +230,9 @@ def test_what_an_adapter_adds_to_embeddings_is_clipped_and_perturbed(target):
 def test_noise_is_told_apart_by_what_it_clips_to():
     model, data = bert(), classification_data(16)
     noises = [PrivateEmbeddings(model, 1.0, clip_norm, seed=0) for clip_norm in (0.05, 0.05, 0.01)]
-    one, same, other = (Run("run", noise_curve(model, data, [1.0], noise=noise, batch_size=8)) for noise in noises)
+    one, same, other = (
+        Run("run", noise_curve(model, data, [1.0], noise=noise, batch_size=8)) for noise in noises
+    )
     check_comparable([one, same])
     for run in (other, Run("plain", noise_curve(model, data, [1.0], batch_size=8))):
         with pytest.raises(ValueError, match="not evaluated on the same"):

@@ -34,7 +34,13 @@ def relative(path):
 
 
 # What other tests run, or nobody's to test.
-ELSEWHERE = ("python -m recipes.reproduce ", "python3 -m venv ", "pip install ", "uv run ", "python recipes/examples/")
+ELSEWHERE = (
+    "python -m recipes.reproduce ",
+    "python3 -m venv ",
+    "pip install ",
+    "uv run ",
+    "python recipes/examples/",
+)
 READMES = {
     readme: [
         line
@@ -42,7 +48,11 @@ READMES = {
         for line in block.splitlines()
         if not line.startswith(ELSEWHERE)
     ]
-    for readme in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(RECIPES.rglob("README.md")))
+    for readme in (
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted(RECIPES.rglob("README.md")),
+    )
 }
 COMMANDS = [line for lines in READMES.values() for line in lines]
 
@@ -61,7 +71,9 @@ def without_launcher(line):
     return launch.training_script_args
 
 
-SCRIPTS = re.compile(r"python ((?:recipes/benchmarks|recipes/examples|tests/pipeline)/\w+\.py)([^`]*?)(?:`|\n```)")
+SCRIPTS = re.compile(
+    r"python ((?:recipes/benchmarks|recipes/examples|tests/pipeline)/\w+\.py)([^`]*?)(?:`|\n```)"
+)
 
 
 def test_documented_scripts_have_their_options():
@@ -116,18 +128,33 @@ def test_every_recipe_is_documented_and_gives_what_it_says():
 
 def test_the_arms_differ_only_where_it_matters():
     def changed(before, after):
-        return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+        return {
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        }
 
     for folder in ARMS:
         erm, noise, descent = (
-            yaml.safe_load((folder / f"{arm}.yaml").read_text()) for arm in ("erm", "noise", "descent")
+            yaml.safe_load((folder / f"{arm}.yaml").read_text())
+            for arm in ("erm", "noise", "descent")
         )
         assert changed(erm, noise) == {"noise_gamma", "output_dir"}, folder
-        problem = {"initial_loss_bound", "negative_weights", "resilience", "resilience_form", "exit_targets"}
+        problem = {
+            "initial_loss_bound",
+            "negative_weights",
+            "resilience",
+            "resilience_form",
+            "exit_targets",
+        }
         problem |= {"readout_token_fraction", "target_margin"}
-        allowed = {name for name in descent if "dual" in name or "slack" in name or "descent" in name}
+        allowed = {
+            name for name in descent if "dual" in name or "slack" in name or "descent" in name
+        }
         assert changed(noise, descent) <= {"objective", "output_dir", *problem, *allowed}, folder
-        assert (erm["objective"], noise["objective"], descent["objective"]) == ("erm", "erm", "descent"), folder
+        assert (erm["objective"], noise["objective"], descent["objective"]) == (
+            "erm",
+            "erm",
+            "descent",
+        ), folder
         assert erm["noise_gamma"] == 0 < noise["noise_gamma"] == descent["noise_gamma"], folder
 
 
@@ -138,9 +165,13 @@ def test_accelerate_configs_load(path):
     assert config.mixed_precision == ("no" if kind in ("single_gpu", "cpu_ddp", "ddp") else "bf16")
     several_machines = path.stem.endswith("_multi_node")
     assert config.num_machines == (2 if several_machines else 1)
-    assert config.num_processes == (16 if several_machines else 1 if path.stem == "single_gpu" else 2)
+    assert config.num_processes == (
+        16 if several_machines else 1 if path.stem == "single_gpu" else 2
+    )
     if path.stem != "single_gpu":
-        assert config.main_process_port == (29500 if several_machines else 0)  # 0: a second run finds its own
+        assert config.main_process_port == (
+            29500 if several_machines else 0
+        )  # 0: a second run finds its own
 
 
 # ---- the smoke recipes, through the real command line ----
@@ -168,7 +199,9 @@ def smoke(workplace, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("path", sorted((RECIPES / "smoke").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((RECIPES / "smoke").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_smoke_recipes_run(smoke, path, capsys):
     folder = smoke(path.stem)
     recipe, results = yaml.safe_load(path.read_text()), results_of(folder)
@@ -179,34 +212,67 @@ def test_smoke_recipes_run(smoke, path, capsys):
     assert curve["gammas"] == recipe["eval_gammas"]
     assert curve["values"][0][0] == results["eval_accuracy"]
     printed = capsys.readouterr().out
-    assert f"validation     {results['eval_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
+    assert (
+        f"validation     {results['eval_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
+    )
     assert str(folder) in printed
 
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
-    folder = smoke("imdb-erm", "--validation_file", str(workplace / "train.csv"), "--max_steps", "40")
+    folder = smoke(
+        "imdb-erm", "--validation_file", str(workplace / "train.csv"), "--max_steps", "40"
+    )
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [line.rsplit(",", 1) for line in (workplace / "train.csv").read_text().splitlines()[1:]]
     with torch.no_grad():
-        logits = model.eval()(**tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")).logits
-    right = [model.config.id2label[label] == row[1] for label, row in zip(logits.argmax(-1).tolist(), rows)]
+        logits = model.eval()(
+            **tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")
+        ).logits
+    right = [
+        model.config.id2label[label] == row[1]
+        for label, row in zip(logits.argmax(-1).tolist(), rows)
+    ]
     assert sum(right) / len(right) == results_of(folder)["eval_accuracy"]
 
 
 @pytest.mark.parametrize("pooling", ["head", "mean_linear"])
 def test_other_readouts_and_lora_run(smoke, workplace, tmp_path, pooling):
-    folder = smoke("imdb-descent", "--pooling", pooling, "--use_peft", "--lora_r", "2", "--max_steps", "4")
+    folder = smoke(
+        "imdb-descent", "--pooling", pooling, "--use_peft", "--lora_r", "2", "--max_steps", "4"
+    )
     weights = load_file(folder / "adapter_model.safetensors")
     heads = {"classifier", "pre_classifier"} if pooling == "head" else {"classifier"}
     whole = {name.split(".")[-2] for name in weights if "lora" not in name}
     adapted = {name for name in weights if "lora_A" in name}
-    assert whole == heads  # a new head is trained whole, the encoder by adapters of the rank asked for
+    assert (
+        whole == heads
+    )  # a new head is trained whole, the encoder by adapters of the rank asked for
     assert len(adapted) == 3 * 6 and all(weights[name].shape[0] == 2 for name in adapted)
     assert len(results_of(folder, "layer_profile")["losses"]) == 3
-    command = ["evaluate", str(folder), "--config", "recipes/smoke/imdb-descent.yaml", "--results_dir", str(tmp_path)]
-    cli.main([*command, "--train_file", str(workplace / "train.csv"), "--draws", "1", "--eval_gammas", "0", "1"])
-    measured, trained = (results_of(path, "noise_curve") for path in (tmp_path / folder.name, folder))
+    command = [
+        "evaluate",
+        str(folder),
+        "--config",
+        "recipes/smoke/imdb-descent.yaml",
+        "--results_dir",
+        str(tmp_path),
+    ]
+    cli.main(
+        [
+            *command,
+            "--train_file",
+            str(workplace / "train.csv"),
+            "--draws",
+            "1",
+            "--eval_gammas",
+            "0",
+            "1",
+        ]
+    )
+    measured, trained = (
+        results_of(path, "noise_curve") for path in (tmp_path / folder.name, folder)
+    )
     assert measured["losses"][0][0] == pytest.approx(trained["losses"][0][0], rel=1e-4)
     assert measured["settings"]["sigma"] == pytest.approx(trained["settings"]["sigma"])
     rows = ["--train_file", str(workplace / "train.csv"), "--output_dir", str(tmp_path)]
@@ -232,17 +298,29 @@ def test_an_unrolled_transformer_takes_the_models_embeddings(smoke, workplace, f
 def test_two_processes_on_a_cpu(workplace, tmp_path):
     line = next(line for line in COMMANDS if line.startswith("accelerate") and "cpu_ddp" in line)
     words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *shlex.split(line)[1:]]
-    words += ["--model_name_or_path", str(workplace / "distilbert"), "--train_file", str(workplace / "train.csv")]
-    words += ["--per_device_eval_batch_size", "4"]  # so that either process sees only some of the held-out rows
+    words += [
+        "--model_name_or_path",
+        str(workplace / "distilbert"),
+        "--train_file",
+        str(workplace / "train.csv"),
+    ]
+    words += [
+        "--per_device_eval_batch_size",
+        "4",
+    ]  # so that either process sees only some of the held-out rows
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([*words, "--output_dir", str(tmp_path / "out")], check=True, env=environment, timeout=300)
+    subprocess.run(
+        [*words, "--output_dir", str(tmp_path / "out")], check=True, env=environment, timeout=300
+    )
     recipe = yaml.safe_load((RECIPES / "smoke/imdb-descent.yaml").read_text())
     state = results_of(tmp_path / "out", "trainer_state")
     # Two processes take two batches of the 48 training rows a step.
     assert state["epoch"] == recipe["max_steps"] * 2 * recipe["per_device_train_batch_size"] / 48
     results, curve = results_of(tmp_path / "out"), results_of(tmp_path / "out", "noise_curve")
     assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-4)
-    assert curve["losses"][0][0] == pytest.approx(results["eval_loss"], rel=1e-4)  # of all rows, not one process's
+    assert curve["losses"][0][0] == pytest.approx(
+        results["eval_loss"], rel=1e-4
+    )  # of all rows, not one process's
 
 
 def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
@@ -251,7 +329,9 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
     folder = smoke("imdb-descent", "--max_steps", "4", "--save_steps", "2")
     marker = folder / "all_results.json"
     before = marker.read_text()
-    with pytest.raises(ValueError, match="is not empty: go on with `--resume_from_checkpoint true`"):
+    with pytest.raises(
+        ValueError, match="is not empty: go on with `--resume_from_checkpoint true`"
+    ):
         smoke("imdb-descent", "--max_steps", "4")
     assert marker.read_text() == before
     for name in ("README.md", "model_card.json"):
@@ -260,12 +340,15 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
           "--per_device_eval_batch_size", "12")  # fmt: skip
     assert not (folder / "README.md").exists()
     results = results_of(folder)
-    assert results["eval_loss"] == pytest.approx(results_of(folder, "layer_profile")["losses"][-1], rel=1e-4)
+    assert results["eval_loss"] == pytest.approx(
+        results_of(folder, "layer_profile")["losses"][-1], rel=1e-4
+    )
 
 
 def test_a_misspelt_metric_is_found_before_training(smoke):
     with pytest.raises(
-        ValueError, match="`metric_for_best_model` is 'acuracy'; choose 'accuracy', 'feasible_score' or"
+        ValueError,
+        match="`metric_for_best_model` is 'acuracy'; choose 'accuracy', 'feasible_score' or",
     ):
         smoke("imdb-descent", "--metric_for_best_model", "eval_acuracy")
 
@@ -274,12 +357,16 @@ def test_an_interrupted_run_ends_like_a_straight_one(smoke):
     steps = ["--max_steps", "8", "--save_steps", "4", "--dual_warmup_steps", "2"]
     folder = smoke("imdb-descent", *steps)
     straight, results = load_file(folder / "model.safetensors"), results_of(folder)
-    (folder / "checkpoint-8").rename(folder / "gone")  # as if the run had ended after its first checkpoint
+    (folder / "checkpoint-8").rename(
+        folder / "gone"
+    )  # as if the run had ended after its first checkpoint
     (folder / "model.safetensors").unlink()
     first_saved = (folder / "checkpoint-4" / "model.safetensors").stat().st_mtime_ns
     smoke("imdb-descent", *steps, "--resume_from_checkpoint", "true")
     resumed, again = load_file(folder / "model.safetensors"), results_of(folder)
-    assert (folder / "checkpoint-4" / "model.safetensors").stat().st_mtime_ns == first_saved  # not trained again
+    assert (
+        folder / "checkpoint-4" / "model.safetensors"
+    ).stat().st_mtime_ns == first_saved  # not trained again
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     timings = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
     figures = {name for name in results if name.startswith("eval")} - timings
@@ -290,11 +377,24 @@ def test_the_test_rows_are_read_only_after_training(smoke, workplace, tmp_path):
     test = tmp_path / "test.csv"
     test.write_text("text,label\na good film,0\na bad film,1\n")
     folder = smoke(
-        "imdb-descent", "--test_file", str(test), "--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2"
+        "imdb-descent",
+        "--test_file",
+        str(test),
+        "--max_steps",
+        "4",
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "2",
     )
     results = results_of(folder)
     history = results_of(folder, "trainer_state")["log_history"]
-    assert {"eval_accuracy", "test_accuracy", "test_accuracy_auc", "test_layer_loss_1"} <= results.keys()
+    assert {
+        "eval_accuracy",
+        "test_accuracy",
+        "test_accuracy_auc",
+        "test_layer_loss_1",
+    } <= results.keys()
     assert any("eval_loss" in entry for entry in history)
     assert not any(name.startswith("test") for entry in history for name in entry)
     assert sum(row[0][1] for row in results_of(folder, "layer_profile")["blocks"]) == 2

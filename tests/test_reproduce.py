@@ -19,7 +19,9 @@ from recipes.reproduce.runner import Options, jobs, train_job, tune_job
 
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTED = re.findall(r"^python -m recipes\.reproduce .*", (ROOT / "recipes/reproduce/README.md").read_text(), re.M)
+DOCUMENTED = re.findall(
+    r"^python -m recipes\.reproduce .*", (ROOT / "recipes/reproduce/README.md").read_text(), re.M
+)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -31,7 +33,9 @@ def test_panels_differ_in_training_alone(scale, table):
         assert len(panel.ways) == len(set(panel.ways.values())) > 1
         assert len({way.setting for way in panel.ways.values()}) == 1
         for way in panel.ways.values():
-            assert (way.gamma == 0 or way.arm != "erm") and (way.gamma > 0 or way.arm != "erm+noise")
+            assert (way.gamma == 0 or way.arm != "erm") and (
+                way.gamma > 0 or way.arm != "erm+noise"
+            )
 
 
 def test_every_figure_that_the_paper_states_has_its_runs():
@@ -49,31 +53,58 @@ def test_arms_of_one_setting_share_all_but_their_objective():
     options, arguments = Options(SCALES["cpu"], Path("out"), n_trials=0), {}
     for arm in ARMS:
         way = Way("distilbert", "mnli", arm, 0.0 if arm == "erm" else 0.4)
-        _, parsed = cli.parse_arguments([*train_job(way, 7, options).words, "--model_name_or_path", "m"])
-        arguments[arm] = {name: value for part in parsed for name, value in vars(part).items() if name[0] != "_"}
+        _, parsed = cli.parse_arguments(
+            [*train_job(way, 7, options).words, "--model_name_or_path", "m"]
+        )
+        arguments[arm] = {
+            name: value for part in parsed for name, value in vars(part).items() if name[0] != "_"
+        }
         assert (arguments[arm]["seed"], arguments[arm]["noise_gamma"]) == (7, way.gamma)
     values = {name: [str(each[name]) for each in arguments.values()] for name in arguments["erm"]}
     differing = {name for name, found in values.items() if len(set(found)) > 1}
-    problem = {"resilience", "resilience_form", "slack_restart", "dual_warmup_steps", "dual_optim", "logging_dir"}
+    problem = {
+        "resilience",
+        "resilience_form",
+        "slack_restart",
+        "dual_warmup_steps",
+        "dual_optim",
+        "logging_dir",
+    }
     assert differing - problem == {"noise_gamma", "eval_gammas", "objective", "output_dir"}
 
 
 def test_what_is_set_is_not_searched(tmp_path):
     ways = {arm: Way("distilbert", "imdb", arm, 0.0 if arm == "erm" else 0.4) for arm in ARMS}
-    settings = {"learning_rate": 0.01, "max_steps": 7, "descent.max_steps": 9, "descent.dual_learning_rate": 0.07}
+    settings = {
+        "learning_rate": 0.01,
+        "max_steps": 7,
+        "descent.max_steps": 9,
+        "descent.dual_learning_rate": 0.07,
+    }
     options = Options(SCALES["cpu"], tmp_path, {"distilbert": "m"}, settings=settings)
     tuned = {job.folder: job for job in jobs([Panel("all", ways)], options) if job.kind == "tune"}
     # Of plain training nothing is left to be searched; one search at the last level serves all.
-    assert tuned.keys() == {options.study_folder(ways[arm]) for arm in ("deep_supervision", "hinge", "descent")}
+    assert tuned.keys() == {
+        options.study_folder(ways[arm]) for arm in ("deep_supervision", "hinge", "descent")
+    }
     assert [searched(ways[arm], options.scale).gamma for arm in ("erm", "descent")] == [0.0, 1.0]
     folder = options.study_folder(ways["descent"])
     search = cli.parse_arguments(tuned[folder].words)[1][1]
-    assert search.n_trials == 5 and json.loads(search.search_space).keys() == {"resilience", "descent_strength"}
+    assert search.n_trials == 5 and json.loads(search.search_space).keys() == {
+        "resilience",
+        "descent_strength",
+    }
     folder.mkdir(parents=True)
     best = {"settings": {"resilience": 0.01, "descent_strength": 0.5}}
     (folder / "study.json").write_text(json.dumps({"trials": [best]}))
     args = cli.parse_arguments(train_job(ways["descent"], 0, options).words)[1][-1]
-    found = (args.learning_rate, args.max_steps, args.dual_learning_rate, args.resilience, args.descent_strength)
+    found = (
+        args.learning_rate,
+        args.max_steps,
+        args.dual_learning_rate,
+        args.resilience,
+        args.descent_strength,
+    )
     assert found == (0.01, 9, 0.07, 0.01, 0.5)
     ablated = Way("distilbert", "imdb", "descent", 0.4, changes=(("resilience", 0.0),))
     assert cli.parse_arguments(train_job(ablated, 0, options).words)[1][-1].resilience == 0.0
@@ -83,16 +114,26 @@ def test_what_is_set_is_not_searched(tmp_path):
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("table", "model"), [(table, m) for table in TABLES for m in TABLES[table]["models"]])
+@pytest.mark.parametrize(
+    ("table", "model"), [(table, m) for table in TABLES for m in TABLES[table]["models"]]
+)
 def test_commands_parse(scale, table, model):
     data = dict.fromkeys(("ucsd", "shanghaitech", "clips"), ("a.avi,b.avi", "c.avi"))
     models = {"vit": "v", "stories260k": "s"}
-    options = Options(SCALES[scale], Path("out"), models, data, settings={"logging_steps": 7}, seeds=(0,))
+    options = Options(
+        SCALES[scale], Path("out"), models, data, settings={"logging_steps": 7}, seeds=(0,)
+    )
     model = SCALES[scale]["stand_ins"].get(model, model)
-    found = [panel for panel in panels(table, SCALES[scale]) if next(iter(panel.ways.values())).model == model]
+    found = [
+        panel
+        for panel in panels(table, SCALES[scale])
+        if next(iter(panel.ways.values())).model == model
+    ]
     kinds = [job.kind for job in jobs(found[:1], options)]
     assert {"tune", "train", "evaluate"} <= {*kinds} and kinds.count("train") == len(found[0].ways)
-    assert sum(kind.startswith("answers") for kind in kinds) == (2 * len(ARMS) if table == "sft" else 0)
+    assert sum(kind.startswith("answers") for kind in kinds) == (
+        2 * len(ARMS) if table == "sft" else 0
+    )
     for job in jobs(found[:1], options):
         if job.kind in ("tune", "train"):
             data_args, args = cli.parse_arguments(job.words)[1][-2:]
@@ -106,7 +147,9 @@ def test_documented_commands_have_panels():
     for line in DOCUMENTED:
         args = reproduce.parser().parse_args(shlex.split(line, comments=True)[3:])
         for word in args.panels or [""]:
-            assert any(panel.has(word) or not word for panel in panels(args.table, SCALES[args.scale])), line
+            assert any(
+                panel.has(word) or not word for panel in panels(args.table, SCALES[args.scale])
+            ), line
         assert {name for name, *_ in args.data} <= reproduce.DATA
 
 
@@ -116,9 +159,24 @@ def test_documented_commands_have_panels():
         (["--set", "max_steps"], "'max_steps' is not NAME=VALUE"),
         (["--model", "distilbrt", "path"], "`--model distilbrt`: the names are"),
         (["--data", "imbd", "setup.cfg"], "`--data imbd`: the names are"),
-        (["--data", "imdb", "setup.cfg", "none.csv"], "`--data imdb none.csv`: there is no such file"),
+        (
+            ["--data", "imdb", "setup.cfg", "none.csv"],
+            "`--data imdb none.csv`: there is no such file",
+        ),
         (["--set", "hing.max_steps=1"], "`--set hing.max_steps=...`: the arms are erm"),
-        (["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests", "--set", "learning_rat=1"], "learning_rat"),
+        (
+            [
+                "--data",
+                "imdb",
+                "setup.cfg",
+                "--model",
+                "distilbert",
+                "tests",
+                "--set",
+                "learning_rat=1",
+            ],
+            "learning_rat",
+        ),
     ],
 )
 def test_mistaken_words_are_named(words, match, capsys):
@@ -141,8 +199,29 @@ class Interrupted(Exception):
 def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch, capsys):
     write_rows(tmp_path)
     rows, out = str(tmp_path / "train.csv"), tmp_path / "out"
-    argv = ["table4", "--output_dir", str(out), "--panels", "imdb-distilbert-gamma1", "--data", "imdb", rows, rows]
-    argv += ["--arms", "erm+noise", "descent", "--seeds", "0", "1", "--n_trials", "2", "--set", *SETTINGS.split()]
+    argv = [
+        "table4",
+        "--output_dir",
+        str(out),
+        "--panels",
+        "imdb-distilbert-gamma1",
+        "--data",
+        "imdb",
+        rows,
+        rows,
+    ]
+    argv += [
+        "--arms",
+        "erm+noise",
+        "descent",
+        "--seeds",
+        "0",
+        "1",
+        "--n_trials",
+        "2",
+        "--set",
+        *SETTINGS.split(),
+    ]
     argv += ["--model", "distilbert", save_tiny_model(tmp_path / "model")]
     options = Options(SCALES["cpu"], out / "cpu", seeds=(0, 1))
     descent, baseline = (Way("distilbert", "imdb", arm, 1.0) for arm in ("descent", "erm+noise"))
@@ -167,10 +246,17 @@ def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch,
     started.clear()
     reproduce.main(argv)
     assert [words[0] for words in started] == ["classify", "evaluate"] * 3
-    assert started[0][-2:] == ["--resume_from_checkpoint", f"{options.run_folder(descent, 0)}/checkpoint-4"]
+    assert started[0][-2:] == [
+        "--resume_from_checkpoint",
+        f"{options.run_folder(descent, 0)}/checkpoint-4",
+    ]
     assert not list(out.rglob("checkpoint-*"))
-    best = json.loads((options.study_folder(descent) / "study.json").read_text())["trials"][0]["settings"]
-    arguments = json.loads((options.run_folder(descent, 1) / "descent_config.json").read_text())["arguments"]
+    best = json.loads((options.study_folder(descent) / "study.json").read_text())["trials"][0][
+        "settings"
+    ]
+    arguments = json.loads((options.run_folder(descent, 1) / "descent_config.json").read_text())[
+        "arguments"
+    ]
     assert (arguments["dual_learning_rate"], arguments["seed"]) == (best["dual_learning_rate"], 1)
 
     started.clear()
@@ -188,15 +274,25 @@ def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch,
             assert curve["gammas"] == SCALES["cpu"]["classify"]["eval_gammas"]
             accuracy, steps = np.mean(curve["values"], axis=1), np.diff(curve["gammas"])
             assert area == pytest.approx(float(np.sum(steps * (accuracy[1:] + accuracy[:-1]) / 2)))
-            profile = LayerProfile.from_json(options.results_folder(way, seed) / "layer_profile_gamma_1.json")
+            profile = LayerProfile.from_json(
+                options.results_folder(way, seed) / "layer_profile_gamma_1.json"
+            )
             assert panel["rows"][arm]["layer_losses"][seed] == profile.losses.tolist()
-    assert panel["rows"]["descent"]["feasible"] != [None, None] == panel["rows"]["erm+noise"]["feasible"]
+    assert (
+        panel["rows"]["descent"]["feasible"]
+        != [None, None]
+        == panel["rows"]["erm+noise"]["feasible"]
+    )
     text = (out / "cpu" / "table4" / "results.md").read_text()
     assert (
-        "AUC over [0, 3]" in text and f"commit {result['runs'][0]['commit']}" in text and panel["verdicts"][0] in text
+        "AUC over [0, 3]" in text
+        and f"commit {result['runs'][0]['commit']}" in text
+        and panel["verdicts"][0] in text
     )
     figures = re.findall(r"\]\((.*?\.png)\)", text)
     assert figures and all((out / "cpu" / "table4" / name).is_file() for name in figures)
 
-    with pytest.raises(ValueError, match=r"seed-0 was made by .*remove that folder, or name another"):
+    with pytest.raises(
+        ValueError, match=r"seed-0 was made by .*remove that folder, or name another"
+    ):
         reproduce.main([*argv, "--n_trials", "0"])

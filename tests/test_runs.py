@@ -15,7 +15,9 @@ def run(tmp_path):
     """Results of which the first half is older than the training."""
     run = RunFolder(tmp_path / "a [run]")
     profiles = [make_profile([0.9, 0.5], gamma) for gamma in (0.0, 1.0)]
-    results = {"noise_curve": make_curve([0.5, 0.6])} | {f"layer_profile{each.ending}": each for each in profiles}
+    results = {"noise_curve": make_curve([0.5, 0.6])} | {
+        f"layer_profile{each.ending}": each for each in profiles
+    }
     run.write(results)
     run.write_summary({"objective": "descent", "training_started": 1000.0})
     (run.path / "config.json").write_text('{"architectures": ["BertModel"]}')
@@ -28,8 +30,14 @@ def run(tmp_path):
 def test_results_are_read_by_their_names(run):
     (curve,) = run.results(NoiseCurve, "noise_curve")
     assert curve.metric == "accuracy"
-    assert sorted(profile.gamma for profile in run.results(LayerProfile, "layer_profile*")) == [0.0, 1.0]
-    assert run.read("eval_results.json") == {"eval_accuracy": 0.5} and run.read("test_results.json") == {}
+    assert sorted(profile.gamma for profile in run.results(LayerProfile, "layer_profile*")) == [
+        0.0,
+        1.0,
+    ]
+    assert (
+        run.read("eval_results.json") == {"eval_accuracy": 0.5}
+        and run.read("test_results.json") == {}
+    )
     assert run.results(NoiseCurve, "typos_curve") == []
     card = collect(run.path)
     assert card["evaluation"] and card["noise_curve"] and card["layer_profile"]

@@ -13,7 +13,12 @@ from hf_descent import DescentConfig
     [
         ("ours", (1, 1), math.inf, [(1,)]),
         ("ours", (3, 1), math.inf, [(1,), (2,), (4,)]),
-        ("ours", (99, 1), math.inf, [(1,), (2,), (4,), (8,), (16,)]),  # from there on settings are the same
+        (
+            "ours",
+            (99, 1),
+            math.inf,
+            [(1,), (2,), (4,), (8,), (16,)],
+        ),  # from there on settings are the same
         ("fixed", (0.5, 30), math.inf, [(1, 1), (1, 10), (1, 100)]),
         ("fixed", (0.5, 30), 50, [(1, 1), (1, 10), (1, 100), (1, math.sqrt(1000))]),
         ("quadratic", (5, 20), math.inf, [(1,), (10,), (100,)]),
@@ -42,7 +47,18 @@ def test_every_run_of_ours_is_a_setting_that_the_package_takes(run, tmp_path):
 
 def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     output = tmp_path / "runs.jsonl"
-    options = ["--smoke", "--seeds", "0", "--tasks", "denoiser_two", "--arms", "ours", "fixed", "--budget", "3"]
+    options = [
+        "--smoke",
+        "--seeds",
+        "0",
+        "--tasks",
+        "denoiser_two",
+        "--arms",
+        "ours",
+        "fixed",
+        "--budget",
+        "3",
+    ]
     table = benchmark.main([*options, "--output", str(output)])
     assert len(output.read_text().splitlines()) == 6 and table.count("not in 3") == 2
     monkeypatch.setattr(benchmark, "train", None)
@@ -57,7 +73,13 @@ def test_settings_that_a_search_found_are_tried_with_the_other_seeds(tmp_path, m
     def train(task, options, exits, settings, rate, seed):
         trained.append(seed)
         met = settings["dual_learning_rate"] >= needs[seed] * benchmark.OURS["dual_learning_rate"]
-        return {"met": met, "missed": [not met], "broke": False, "select": [1.0] * 5, "certify": [1.0] * 5}
+        return {
+            "met": met,
+            "missed": [not met],
+            "broke": False,
+            "select": [1.0] * 5,
+            "certify": [1.0] * 5,
+        }
 
     monkeypatch.setattr(benchmark, "train", train)
     monkeypatch.setattr(benchmark, "LEARNING_RATES", {"denoiser": (1e-3,)})

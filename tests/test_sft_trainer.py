@@ -33,7 +33,9 @@ def stock_copy(ours, folder, **given):
 
 
 def assert_equal_weights(one, other, rtol=0.0, atol=0.0):
-    torch.testing.assert_close(one.model.state_dict(), other.model.state_dict(), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        one.model.state_dict(), other.model.state_dict(), rtol=rtol, atol=atol
+    )
 
 
 def assert_close_weights(one, other):
@@ -59,7 +61,9 @@ def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_pa
     stock.evaluate()
     erm.evaluate()
     beside = ("eval_layer_loss_1", "eval_layer_loss_2", "eval_layer_loss_3", "eval_largest_rise")
-    own = [{name: value for name, value in log.items() if name not in beside} for log in history(erm)]
+    own = [
+        {name: value for name, value in log.items() if name not in beside} for log in history(erm)
+    ]
     assert own == history(stock) and set(beside) <= {name for log in history(erm) for name in log}
     assert_equal_weights(erm, stock)
 
@@ -79,17 +83,27 @@ def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setti
     # Sure of itself, or what it predicts for one token could not be told from what it predicts for the next.
     ours.model.get_output_embeddings().weight.data *= 100
     metrics, expected = ours.evaluate(), stock_copy(ours, tmp_path, **given).evaluate()
-    for name in ("eval_mean_token_accuracy", "eval_entropy", *(["eval_loss"] if setting != "experts" else [])):
+    for name in (
+        "eval_mean_token_accuracy",
+        "eval_entropy",
+        *(["eval_loss"] if setting != "experts" else []),
+    ):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
     assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]
     if setting != "packed":  # whose rows, strung together, are one sample
-        found, loss, accuracy = ours.evaluate_layers(), metrics["eval_loss"], metrics["eval_mean_token_accuracy"]
+        found, loss, accuracy = (
+            ours.evaluate_layers(),
+            metrics["eval_loss"],
+            metrics["eval_mean_token_accuracy"],
+        )
         assert [found.losses[-1], found.values[-1]] == pytest.approx([loss, accuracy], rel=1e-4)
 
 
 def squares(outputs, labels, num_items_in_batch=None):
     count = labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-    losses = nn.functional.cross_entropy(outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    losses = nn.functional.cross_entropy(
+        outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+    )
     return losses.square().sum() / count
 
 
@@ -101,7 +115,9 @@ VARIANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:`(compute_loss_func|label_smoothing_factor)` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`(compute_loss_func|label_smoothing_factor)` is deprecated:FutureWarning"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, readouts, variant):
     given = {**CONSTRAINED, **VARIANTS[variant]}
@@ -110,13 +126,29 @@ def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, 
     kept = {"input_ids", "labels", "seq_lengths"}
     rows = ours.train_dataset.remove_columns({*ours.train_dataset.column_names} - kept)
     args = {name: value for name, value in given.items() if name not in ("packing", "max_length")}
-    shared = ("report_to", "use_cpu", "disable_tqdm", "max_steps", "learning_rate", "per_device_train_batch_size")
-    args |= {name: getattr(ours.args, name) for name in shared} | {"save_strategy": "no", "logging_steps": 1}
+    shared = (
+        "report_to",
+        "use_cpu",
+        "disable_tqdm",
+        "max_steps",
+        "learning_rate",
+        "per_device_train_batch_size",
+    )
+    args |= {name: getattr(ours.args, name) for name in shared} | {
+        "save_strategy": "no",
+        "logging_steps": 1,
+    }
     model = llama()
     torch.manual_seed(ours.args.seed)
     args = DescentConfig(str(tmp_path), remove_unused_columns=False, **args)
-    plain = fitted(DescentTrainer(model, args, train_dataset=rows, data_collator=ours.data_collator, **keywords))
-    torch.testing.assert_close(ours.multipliers.values, plain.multipliers.values, rtol=1e-4, atol=1e-6)
+    plain = fitted(
+        DescentTrainer(
+            model, args, train_dataset=rows, data_collator=ours.data_collator, **keywords
+        )
+    )
+    torch.testing.assert_close(
+        ours.multipliers.values, plain.multipliers.values, rtol=1e-4, atol=1e-6
+    )
     assert ours.multipliers.values.gt(0).any() or "objective" in given
     assert_close_weights(ours, plain)
     if variant not in ("own loss", "label smoothing"):
@@ -132,8 +164,16 @@ def test_one_large_batch_is_eight_small_ones(tmp_path):
     for size in (8, 1):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         runs.append(trained(SFTDescentTrainer, tmp_path, **CONSTRAINED, **sizes))
-    torch.testing.assert_close(runs[0].multipliers.values, runs[1].multipliers.values, rtol=1e-4, atol=1e-6)
-    keys = ("loss", "grad_norm", "lagrangian", "num_tokens", *(f"layer_loss_{layer}" for layer in (1, 2, 3)))
+    torch.testing.assert_close(
+        runs[0].multipliers.values, runs[1].multipliers.values, rtol=1e-4, atol=1e-6
+    )
+    keys = (
+        "loss",
+        "grad_norm",
+        "lagrangian",
+        "num_tokens",
+        *(f"layer_loss_{layer}" for layer in (1, 2, 3)),
+    )
     for large, small in zip(*(history(trainer)[:-1] for trainer in runs)):
         assert [small[key] for key in keys] == pytest.approx([large[key] for key in keys], rel=1e-4)
 
@@ -141,7 +181,9 @@ def test_one_large_batch_is_eight_small_ones(tmp_path):
 @pytest.mark.parametrize("setting", ["pairs", "lora dropout"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, setting):
     given = {**CONSTRAINED, **SETTINGS[setting], "noise_gamma": 1.0, "readout_token_fraction": 0.5}
-    straight = trained(SFTDescentTrainer, tmp_path / "straight", **given, save_strategy="steps", save_steps=2)
+    straight = trained(
+        SFTDescentTrainer, tmp_path / "straight", **given, save_strategy="steps", save_steps=2
+    )
     resumed = make(SFTDescentTrainer, tmp_path / "resumed", **given)
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
     assert torch.equal(resumed.multipliers.values, straight.multipliers.values)
@@ -185,7 +227,9 @@ def test_rows_that_fill_the_last_batch_count_in_no_metric(tmp_path, monkeypatch)
     data = ours.eval_dataset.select(range(4))
     expected = ours.evaluate(data.select(range(3)))
     # As one of several processes.
-    monkeypatch.setattr("hf_descent.training.evaluation.rows_counted_once", lambda trainer, inputs: 3)
+    monkeypatch.setattr(
+        "hf_descent.training.evaluation.rows_counted_once", lambda trainer, inputs: 3
+    )
     found = ours.evaluate(data)
     for name in ("eval_loss", "eval_layer_loss_1", "eval_mean_token_accuracy", "eval_entropy"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
@@ -210,7 +254,8 @@ def test_what_offloads_activations_sees_no_backward_pass_in_the_forward(tmp_path
     events = []
     trainer = make(SFTDescentTrainer, tmp_path, **CONSTRAINED)
     trainer.maybe_activation_offload_context = torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (events.append("pack"), tensor)[1], lambda tensor: (events.append("unpack"), tensor)[1]
+        lambda tensor: (events.append("pack"), tensor)[1],
+        lambda tensor: (events.append("unpack"), tensor)[1],
     )
     trainer.train()
     assert [kind for kind, _ in itertools.groupby(events)] == ["pack", "unpack"] * 4
@@ -224,7 +269,9 @@ def test_plain_arguments_are_taken(tmp_path):
         SFTConfig(str(tmp_path), max_length=33, use_cpu=True),
         TrainingArguments(str(tmp_path), use_cpu=True),
     ):
-        trainer = SFTDescentTrainer(llama(), args, train_dataset=pairs(8), processing_class=copy.deepcopy(TOKENIZER))
+        trainer = SFTDescentTrainer(
+            llama(), args, train_dataset=pairs(8), processing_class=copy.deepcopy(TOKENIZER)
+        )
         assert isinstance(trainer.args, SFTDescentConfig)
         assert trainer.args.objective == "descent"
         assert trainer.args.learning_rate == args.learning_rate
@@ -238,7 +285,8 @@ def test_a_resumed_run_goes_on_counting_tokens(tmp_path, objective):
     straight.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # between two logs
     logs = [
-        {log["step"]: log["num_tokens"] for log in t.state.log_history if "loss" in log} for t in (straight, resumed)
+        {log["step"]: log["num_tokens"] for log in t.state.log_history if "loss" in log}
+        for t in (straight, resumed)
     ]
     assert logs[0] == logs[1]
 
@@ -255,21 +303,37 @@ def test_preview_of_an_image_and_its_text(tmp_path):
     tok.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tok.image_token, pixels = "<image>", {"height": 8, "width": 8}
     images = transformers.CLIPImageProcessorPil(size=pixels, crop_size=pixels)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
         text_config=transformers.LlamaConfig(**sizes, vocab_size=len(tok)),
         image_token_index=tok.convert_tokens_to_ids("<image>"), vision_feature_layer=-1,
     )  # fmt: skip
     template = "{% for m in messages %}{% for c in m.content %}{{ c.text or '<image>' }}{% endfor %}{% endfor %}"
-    given = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    given = {
+        "patch_size": 4,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
     processor = transformers.LlavaProcessor(images, tok, **given, chat_template=template)
-    ask, answer = [{"role": "user", "content": "what? "}], [{"role": "assistant", "content": "a cat"}]
+    ask, answer = (
+        [{"role": "user", "content": "what? "}],
+        [{"role": "assistant", "content": "a cat"}],
+    )
     row = {"images": [Image.new("RGB", (8, 8))], "prompt": ask, "completion": answer}
-    args = SFTDescentConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None)
+    args = SFTDescentConfig(
+        str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None
+    )
     model = transformers.LlavaForConditionalGeneration(config)
     rows = Dataset.from_list([row] * 4)
-    assert SFTDescentTrainer(model, args, train_dataset=rows, processing_class=processor).preview() == (
+    assert SFTDescentTrainer(
+        model, args, train_dataset=rows, processing_class=processor
+    ).preview() == (
         "First training example: 15 tokens, 5 with a label\n[no label] '<image><image><image><image>what? '\n"
         "[label] 'a cat'"
     )
@@ -280,7 +344,9 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"objective": "deep_supervision"})):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trained(cls, tmp_path, peft_config=LORA, activation_checkpointing=True, **given).evaluate()
+            trained(
+                cls, tmp_path, peft_config=LORA, activation_checkpointing=True, **given
+            ).evaluate()
         said.append({str(warning.message) for warning in caught})
     assert said[1] <= said[0]
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
@@ -296,12 +362,18 @@ PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
         ({"eval_packing": True, "max_length": 48}, "`eval_packing=True` without `packing`"),
         ({"peft_config": PROMPTS}, "PromptTuningConfig puts trained embeddings before the tokens"),
         ({"max_length": 4}, "no token with a label after masking .* `max_length`=4"),
-        ({"data": [{"input_ids": [5, 6], "labels": [-100, -100]}], "packing": True}, "no token with a label"),
+        (
+            {"data": [{"input_ids": [5, 6], "labels": [-100, -100]}], "packing": True},
+            "no token with a label",
+        ),
         (
             {"data": [{"text": "a" * 200}], "model": gpt2},
             "train dataset has a sequence of 201 tokens, but GPT2LMHeadModel has 128 positions; .* is 1024",
         ),
-        ({"eval_data": [{"prompt": "a" * 200, "completion": "b"}], "model": gpt2}, "eval dataset has a sequence"),
+        (
+            {"eval_data": [{"prompt": "a" * 200, "completion": "b"}], "model": gpt2},
+            "eval dataset has a sequence",
+        ),
     ],
 )
 def test_refusals_name_the_remedy(tmp_path, given, message):
@@ -340,38 +412,71 @@ def language_model(name, **config):
 
 
 KEEPS_APART = Version(transformers.__version__) >= Version("5.24")
-FALCON = pytest.param("Falcon", marks=pytest.mark.skipif(KEEPS_APART, reason="its packed documents are apart"))
+FALCON = pytest.param(
+    "Falcon", marks=pytest.mark.skipif(KEEPS_APART, reason="its packed documents are apart")
+)
 
 
-@pytest.mark.parametrize("given", [PACKED, STRUNG, {**PACKED, "bf16": True}], ids=["packed", "strung", "bf16"])
+@pytest.mark.parametrize(
+    "given", [PACKED, STRUNG, {**PACKED, "bf16": True}], ids=["packed", "strung", "bf16"]
+)
 @pytest.mark.parametrize("name", ["OPT", "Bloom", FALCON, "Mamba", "GptOss", "prefix tuning"])
 def test_refuses_models_in_which_packed_documents_see_one_another(tmp_path, name, given):
     """Trained prompts stand before the first document alone."""
-    model = SETTINGS[name] if name in SETTINGS else {"model": lambda: language_model(f"{name}ForCausalLM")}
+    model = (
+        SETTINGS[name]
+        if name in SETTINGS
+        else {"model": lambda: language_model(f"{name}ForCausalLM")}
+    )
     trainer = make(SFTDescentTrainer, tmp_path, **model, **given, **CONSTRAINED)
     with pytest.raises(ValueError, match="see one another.*`packing=False`"):
         trainer.train()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM"]
+)
 def test_packed_documents_are_read_as_they_are_apart(tmp_path, name, attention):
-    settings = {"model": lambda: language_model(name, attn_implementation=attention), "data": plain, **CONSTRAINED}
-    packed, apart = (make(SFTDescentTrainer, tmp_path, **given, **settings).evaluate() for given in (PACKED, {}))
+    settings = {
+        "model": lambda: language_model(name, attn_implementation=attention),
+        "data": plain,
+        **CONSTRAINED,
+    }
+    packed, apart = (
+        make(SFTDescentTrainer, tmp_path, **given, **settings).evaluate() for given in (PACKED, {})
+    )
     for metric in ("eval_layer_loss_1", "eval_layer_loss_3"):
         assert packed[metric] == pytest.approx(apart[metric], rel=1e-5), metric
     make(SFTDescentTrainer, tmp_path, **settings, **PACKED, bf16=True).evaluate()
 
 
 def test_one_document_in_a_row_sees_no_other(tmp_path):
-    settings = {"model": lambda: language_model("OPTForCausalLM"), "per_device_train_batch_size": 1, **CONSTRAINED}
+    settings = {
+        "model": lambda: language_model("OPTForCausalLM"),
+        "per_device_train_batch_size": 1,
+        **CONSTRAINED,
+    }
     settings["per_device_eval_batch_size"] = 1
-    strung, padded = (make(SFTDescentTrainer, tmp_path, **given, **settings) for given in (STRUNG, {}))
+    strung, padded = (
+        make(SFTDescentTrainer, tmp_path, **given, **settings) for given in (STRUNG, {})
+    )
     assert strung.evaluate()["eval_loss"] == pytest.approx(padded.evaluate()["eval_loss"], rel=1e-5)
     strung.train()
     # A first row with one document, unlike those to come.
-    long = {"data": lambda *_: Dataset.from_list([{"text": "ab" * 40}, *({"text": "abc"} for _ in range(31))])}
-    packed = make(SFTDescentTrainer, tmp_path, **PACKED, **settings, **long, train_sampling_strategy="sequential")
+    long = {
+        "data": lambda *_: Dataset.from_list(
+            [{"text": "ab" * 40}, *({"text": "abc"} for _ in range(31))]
+        )
+    }
+    packed = make(
+        SFTDescentTrainer,
+        tmp_path,
+        **PACKED,
+        **settings,
+        **long,
+        train_sampling_strategy="sequential",
+    )
     assert len(packed.train_dataset[0]["seq_lengths"]) == 1
     with pytest.raises(ValueError, match="see one another"):
         packed.train()
@@ -379,11 +484,20 @@ def test_one_document_in_a_row_sees_no_other(tmp_path):
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM"])
 def test_a_collator_that_flattens_is_tried_too(tmp_path, name):
-    rows = [{"input_ids": list(range(5, 15 + index)), "labels": list(range(5, 15 + index))} for index in range(8)]
-    args = DescentConfig(str(tmp_path), max_steps=1, save_strategy="no", report_to="none", use_cpu=True)
+    rows = [
+        {"input_ids": list(range(5, 15 + index)), "labels": list(range(5, 15 + index))}
+        for index in range(8)
+    ]
+    args = DescentConfig(
+        str(tmp_path), max_steps=1, save_strategy="no", report_to="none", use_cpu=True
+    )
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     trainer = DescentTrainer(language_model(name), args, train_dataset=rows, data_collator=collator)
-    with pytest.raises(ValueError, match="see one another") if name.startswith("OPT") else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match="see one another")
+        if name.startswith("OPT")
+        else contextlib.nullcontext()
+    ):
         trainer.train()
 
 
@@ -403,9 +517,20 @@ def test_importing_the_package_needs_neither_trl_nor_peft():
 def test_the_router_s_loss_weighs_what_the_config_says(tmp_path, coefficient):
     routers = []
     for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"dual_warmup_steps": 1})):
-        given |= {"router_aux_loss_coef": coefficient, "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0}
+        given |= {
+            "router_aux_loss_coef": coefficient,
+            "max_steps": 1,
+            "optim": "sgd",
+            "max_grad_norm": 0.0,
+        }
         trainer = trained(cls, tmp_path, model=mixtral, learning_rate=1.0, **given)
-        routers.append([value for name, value in trainer.model.named_parameters() if name.endswith("gate.weight")])
+        routers.append(
+            [
+                value
+                for name, value in trainer.model.named_parameters()
+                if name.endswith("gate.weight")
+            ]
+        )
     assert len(routers[0]) > 0
     torch.testing.assert_close(*routers, rtol=1e-4, atol=1e-7)
 
@@ -413,10 +538,19 @@ def test_the_router_s_loss_weighs_what_the_config_says(tmp_path, coefficient):
 def test_rows_that_trl_leaves_to_the_collator_are_evaluated(tmp_path):
     def collate(rows):
         batch = TOKENIZER([row["text"] for row in rows], return_tensors="pt", padding=True)
-        return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+        return {
+            **batch,
+            "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100),
+        }
 
     rows = Dataset.from_list([{"text": f"ab{index}"} for index in range(12)])
-    settings = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False, "eval_data": rows}
-    trainer = make(SFTDescentTrainer, tmp_path, lambda: rows, keywords={"data_collator": collate}, **settings)
+    settings = {
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        "eval_data": rows,
+    }
+    trainer = make(
+        SFTDescentTrainer, tmp_path, lambda: rows, keywords={"data_collator": collate}, **settings
+    )
     loss = trainer.evaluate()["eval_loss"]
     assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)

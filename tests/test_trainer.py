@@ -4,7 +4,17 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, trained
+from tiny import (
+    InOrder,
+    batches,
+    bert,
+    classification_data,
+    config,
+    language_data,
+    llama,
+    naive_layer_losses,
+    trained,
+)
 from torch._dynamo.utils import counters
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -36,8 +46,14 @@ def test_training_equals_a_naive_primal_dual_loop(tmp_path, negative_weights, wa
     model.train()
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for n, p in model.named_parameters() if p.ndim > 1], "weight_decay": 0.01},
-            {"params": [p for n, p in model.named_parameters() if p.ndim <= 1], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in model.named_parameters() if p.ndim > 1],
+                "weight_decay": 0.01,
+            },
+            {
+                "params": [p for n, p in model.named_parameters() if p.ndim <= 1],
+                "weight_decay": 0.0,
+            },
         ],
         lr=1e-2,
     )
@@ -70,26 +86,41 @@ def run(trainer_class, model, args, data=DATA, **given):
     set_seed(7)
     trainer.train()
     kept = [
-        {k: v for k, v in log.items() if "time" not in k and "second" not in k} for log in trainer.state.log_history
+        {k: v for k, v in log.items() if "time" not in k and "second" not in k}
+        for log in trainer.state.log_history
     ]
-    return trainer, kept, torch.cat([weight.flatten() for weight in trainer.model.state_dict().values()])
+    return (
+        trainer,
+        kept,
+        torch.cat([weight.flatten() for weight in trainer.model.state_dict().values()]),
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("task", ["classification", "language"])
 def test_erm_is_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_path, task, smoothing):
-    make = (lambda: bert(dropout=0.2)) if task == "classification" else (lambda: llama(attention_dropout=0.2))
+    make = (
+        (lambda: bert(dropout=0.2))
+        if task == "classification"
+        else (lambda: llama(attention_dropout=0.2))
+    )
     data = DATA if task == "classification" else language_data()
     shared = {
         "max_steps": 6, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "learning_rate": 1e-2,
         "report_to": "none", "use_cpu": True, "disable_tqdm": True, "label_smoothing_factor": smoothing,
         "save_strategy": "no",
     }  # fmt: skip
-    _, logs, weights = run(Trainer, make(), TrainingArguments(str(tmp_path), **shared), data, eval_dataset=data[:20])
+    _, logs, weights = run(
+        Trainer, make(), TrainingArguments(str(tmp_path), **shared), data, eval_dataset=data[:20]
+    )
     erm = DescentConfig(str(tmp_path), objective="erm", **shared)
     _, ours, our_weights = run(DescentTrainer, make(), erm, data, eval_dataset=data[:20])
-    assert [{name: log[name] for name in stock} for log, stock in zip(ours, logs, strict=True)] == logs
-    assert our_weights.equal(weights) and all("eval_layer_loss_1" in log for log in ours if "eval_loss" in log)
+    assert [
+        {name: log[name] for name in stock} for log, stock in zip(ours, logs, strict=True)
+    ] == logs
+    assert our_weights.equal(weights) and all(
+        "eval_layer_loss_1" in log for log in ours if "eval_loss" in log
+    )
     if task == "language":
         return  # read in tiles, whose rounding Adam scales up
     warm_up = DescentConfig(str(tmp_path), dual_warmup_steps=6, **shared)
@@ -109,7 +140,11 @@ class Reconstruct(torch.nn.Module):
         self.linear = torch.nn.Linear(4, 4)
 
     def forward(self, x, labels=None, **kwargs):
-        target = x + torch.randn_like(x) if labels is None else torch.stack([label["box"] for label in labels])
+        target = (
+            x + torch.randn_like(x)
+            if labels is None
+            else torch.stack([label["box"] for label in labels])
+        )
         return F.mse_loss(self.linear(x), target), x
 
 
@@ -118,7 +153,10 @@ class Reconstruct(torch.nn.Module):
 def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, labelled):
     generator = torch.Generator().manual_seed(1)
     rows = [
-        {"x": torch.rand(4, generator=generator), "labels": {"box": torch.rand(4, generator=generator)}}
+        {
+            "x": torch.rand(4, generator=generator),
+            "labels": {"box": torch.rand(4, generator=generator)},
+        }
         for _ in range(32)
     ]
 
@@ -126,7 +164,12 @@ def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, l
         batch = {"x": torch.stack([row["x"] for row in rows])}
         return {**batch, "labels": [row["labels"] for row in rows]} if labelled else batch
 
-    args = config(tmp_path, objective="erm", gradient_accumulation_steps=accumulation, remove_unused_columns=False)
+    args = config(
+        tmp_path,
+        objective="erm",
+        gradient_accumulation_steps=accumulation,
+        remove_unused_columns=False,
+    )
     found = []
     for trainer_class in (DescentTrainer, Trainer):
         given = {"eval_dataset": rows, "data_collator": collate}
@@ -143,17 +186,30 @@ class Noisy(Reconstruct):
 
 
 def test_a_model_that_draws_does_not_seem_to_scale_its_loss(tmp_path):
-    rows = [{"x": x, "labels": 10 * x} for x in torch.rand(16, 4, generator=torch.Generator().manual_seed(1))]
-    args = config(tmp_path, objective="erm", max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    rows = [
+        {"x": x, "labels": 10 * x}
+        for x in torch.rand(16, 4, generator=torch.Generator().manual_seed(1))
+    ]
+    args = config(
+        tmp_path,
+        objective="erm",
+        max_steps=1,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+    )
     _, logs, _ = run(DescentTrainer, Noisy(), args, rows)
-    assert logs[0]["loss"] == pytest.approx(35, rel=0.2)  # the mean square of 10 x, and not four times that
+    assert logs[0]["loss"] == pytest.approx(
+        35, rel=0.2
+    )  # the mean square of 10 x, and not four times that
 
 
 class OwnLoss:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
         outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-        loss = F.cross_entropy(outputs.logits, inputs["labels"], weight=torch.tensor([1.0, 2.0, 3.0]))
+        loss = F.cross_entropy(
+            outputs.logits, inputs["labels"], weight=torch.tensor([1.0, 2.0, 3.0])
+        )
         return (loss, outputs) if return_outputs else loss
 
 
@@ -210,15 +266,25 @@ class Mean(Trainer):
 )  # fmt: skip
 def test_plain_training_goes_by_a_compute_loss_of_ones_own(tmp_path, stock, ours, make, data):
     args = config(tmp_path, objective="erm", max_steps=2, gradient_accumulation_steps=4)
-    (_, expected, _), (_, logs, _) = (run(trainer_class, make(), args, data) for trainer_class in (stock, ours))
+    (_, expected, _), (_, logs, _) = (
+        run(trainer_class, make(), args, data) for trainer_class in (stock, ours)
+    )
     assert logs == expected and "grad_norm" in logs[1]
 
 
-@pytest.mark.skipif(not is_torch_greater_or_equal("2.12"), reason="torch has no gradient of their loss")
+@pytest.mark.skipif(
+    not is_torch_greater_or_equal("2.12"), reason="torch has no gradient of their loss"
+)
 def test_whole_labels_of_a_single_logit_train_as_numbers(tmp_path):
     """The model takes them for numbers; what their loss is without it is not known in closed form."""
     rows = [{**row, "labels": index % 5} for index, row in enumerate(DATA)]
-    args = config(tmp_path, max_steps=4, objective="fixed", fixed_multipliers=[0.0] * 3, initial_loss_bound=5.0)
+    args = config(
+        tmp_path,
+        max_steps=4,
+        objective="fixed",
+        fixed_multipliers=[0.0] * 3,
+        initial_loss_bound=5.0,
+    )
     ours, stock = (
         trainer_class(bert(num_labels=1), args, train_dataset=rows).train().training_loss
         for trainer_class in (DescentTrainer, Trainer)
@@ -231,7 +297,9 @@ def test_whole_labels_of_a_single_logit_train_as_numbers(tmp_path):
 
 
 def test_plain_training_arguments_get_the_package_defaults(tmp_path):
-    args = TrainingArguments(str(tmp_path), max_steps=20, report_to="none", use_cpu=True, disable_tqdm=True)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=20, report_to="none", use_cpu=True, disable_tqdm=True
+    )
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     assert isinstance(trainer.args, DescentConfig) and trainer.args.max_steps == 20
     trainer.train()
@@ -262,10 +330,17 @@ def test_the_progress_bar_leaves_single_layers_out_and_ones_own_stays(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "data"), [(bert, DATA), (llama, language_data())])
 def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, model, data):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "dual_learning_rate": 0.1}
+    settings = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "dual_learning_rate": 0.1,
+    }
 
     def trained(folder, resume=None):
-        return tiny.fitted(InOrder(model(), config(tmp_path / folder, **settings), train_dataset=data), resume)
+        return tiny.fitted(
+            InOrder(model(), config(tmp_path / folder, **settings), train_dataset=data), resume
+        )
 
     plain = trained("plain")
     torch._dynamo.reset()
@@ -277,10 +352,14 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
         settings["torch_compile_backend"] = backend
     compiled = trained("compiled")
     assert counters["frames"]["ok"] > 0
-    torch.testing.assert_close(compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5
+    )
     torch.testing.assert_close(compiled.multipliers.values, plain.multipliers.values)
     resumed = trained("compiled", str(tmp_path / "compiled" / "checkpoint-2"))
-    torch.testing.assert_close(resumed.model.state_dict(), compiled.model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        resumed.model.state_dict(), compiled.model.state_dict(), rtol=0, atol=0
+    )
 
 
 # ---- faults ----

@@ -24,7 +24,9 @@ from hf_descent import DescentConfig, DescentTrainer
 
 VOCAB = 40
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TEST_DEVICE = DEVICE if "TESTS_ON_DEVICE" in os.environ else "cpu"  # of tests that `recipes/benchmarks/gpu.py` runs
+TEST_DEVICE = (
+    DEVICE if "TESTS_ON_DEVICE" in os.environ else "cpu"
+)  # of tests that `recipes/benchmarks/gpu.py` runs
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -32,21 +34,39 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 def bert(num_layers=3, num_labels=3, dropout=0.0, seed=0, **config):
     torch.manual_seed(seed)
-    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), dropout)
-    sizes = SIZES | {"vocab_size": VOCAB, "num_hidden_layers": num_layers, "max_position_embeddings": 32}
-    return BertForSequenceClassification(BertConfig(num_labels=num_labels, **sizes, **dropouts, **config))
+    dropouts = dict.fromkeys(
+        ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), dropout
+    )
+    sizes = SIZES | {
+        "vocab_size": VOCAB,
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": 32,
+    }
+    return BertForSequenceClassification(
+        BertConfig(num_labels=num_labels, **sizes, **dropouts, **config)
+    )
 
 
 def llama(num_layers=3, seed=0, vocab_size=VOCAB, **config):
     torch.manual_seed(seed)
-    sizes = SIZES | {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": 64}
+    sizes = SIZES | {
+        "vocab_size": vocab_size,
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": 64,
+    }
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes | config))
 
 
 def gpt2(num_layers=3, **config):
     """Shifts its labels, which its name does not tell."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": num_layers, "n_head": 2}
+    sizes = {
+        "vocab_size": VOCAB,
+        "n_positions": 32,
+        "n_embd": 16,
+        "n_layer": num_layers,
+        "n_head": 2,
+    }
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(**sizes | dropouts | config))
 
@@ -71,10 +91,22 @@ CHAT_TEMPLATE = (
 
 def tokenizer(chat=True):
     """Bytes as tokens, with `<s>`, `</s>`, `<pad>` and the markers of a small chat template: 261 or 264 tokens."""
-    special = ["<pad>", "<s>", "</s>", "<unk>", *(["<user>", "<assistant>", "<system>"] if chat else [])]
-    vocab = {token: index for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    special = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        "<unk>",
+        *(["<user>", "<assistant>", "<system>"] if chat else []),
+    ]
+    vocab = {
+        token: index
+        for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
         additional_special_tokens=special[4:], chat_template=CHAT_TEMPLATE if chat else None,
@@ -83,7 +115,10 @@ def tokenizer(chat=True):
 
 def word_tokenizer():
     """Splits at spaces; 40 tokens, "w1" has the id 3."""
-    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", *(f"w{i}" for i in range(VOCAB - 2))])}
+    words = {
+        word: index
+        for index, word in enumerate(["[PAD]", "[UNK]", *(f"w{i}" for i in range(VOCAB - 2))])
+    }
     inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
@@ -116,7 +151,13 @@ def language_data(count=32, length=12, seed=0, ragged=True):
         labels = ids.clone()
         if ragged:
             labels[: int(torch.randint(0, length - 2, (1,), generator=generator))] = -100
-        rows.append({"input_ids": ids, "attention_mask": torch.ones(length, dtype=torch.long), "labels": labels})
+        rows.append(
+            {
+                "input_ids": ids,
+                "attention_mask": torch.ones(length, dtype=torch.long),
+                "labels": labels,
+            }
+        )
     return rows
 
 
@@ -181,14 +222,18 @@ def assert_equal_runs(one, other):
 
 def naive_layer_losses(model, batch):
     """BERT's layer losses by its hidden states, pooler and classifier."""
-    hidden_states = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states
+    hidden_states = model.bert(
+        batch["input_ids"], batch["attention_mask"], output_hidden_states=True
+    ).hidden_states
     logits = [model.classifier(model.bert.pooler(hidden)) for hidden in hidden_states[1:]]
     return torch.stack([F.cross_entropy(logit, batch["labels"]) for logit in logits])  # [layers]
 
 
 def pool(hidden, mask, pooling):
     """The first token, or the mean of those that the mask keeps, one row at a time."""
-    rows = [row[0] if pooling == "cls" else row[keep.bool()].mean(0) for row, keep in zip(hidden, mask)]
+    rows = [
+        row[0] if pooling == "cls" else row[keep.bool()].mean(0) for row, keep in zip(hidden, mask)
+    ]
     return torch.stack(rows)
 
 

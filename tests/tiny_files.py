@@ -18,7 +18,9 @@ def save_tiny_model(folder):
     inner = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     inner.normalizer, inner.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -27,7 +29,13 @@ def save_tiny_model(folder):
         model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 3, "max_position_embeddings": 32}
+    sizes = {
+        "dim": 16,
+        "hidden_dim": 32,
+        "n_heads": 2,
+        "n_layers": 3,
+        "max_position_embeddings": 32,
+    }
     DistilBertModel(DistilBertConfig(vocab_size=len(vocab), **sizes)).save_pretrained(folder)
     return str(folder)
 
@@ -35,7 +43,12 @@ def save_tiny_model(folder):
 def save_generator(folder, chat=False, **config):
     tok = tokenizer(chat)
     tok.save_pretrained(folder)
-    config = {"initializer_range": 0.5, "noise_sigma": 0.5, "max_position_embeddings": 2048, **config}
+    config = {
+        "initializer_range": 0.5,
+        "noise_sigma": 0.5,
+        "max_position_embeddings": 2048,
+        **config,
+    }
     llama(2, vocab_size=len(tok), eos_token_id=tok.eos_token_id, **config).save_pretrained(folder)
     return str(folder)
 
@@ -50,7 +63,10 @@ def save_instructions(folder):
 def write_rows(folder):
     sides = (WORDS[:3], WORDS[3:6])
     single = [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(64)]
-    pairs = [f"the film was {sides[i % 2][i % 3]},a {sides[i // 2 % 2][0]} film,{i % 2 * 2}" for i in range(64)]
+    pairs = [
+        f"the film was {sides[i % 2][i % 3]},a {sides[i // 2 % 2][0]} film,{i % 2 * 2}"
+        for i in range(64)
+    ]
     (folder / "train.csv").write_text("\n".join(["text,label", *single]))
     (folder / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *pairs]))
 

@@ -26,13 +26,17 @@ def llama(**config):
 
 def gpt2():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), n_positions=128, n_embd=16, n_layer=LAYERS, n_head=2))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(TOKENIZER), n_positions=128, n_embd=16, n_layer=LAYERS, n_head=2)
+    )
 
 
 def mixtral():
     torch.manual_seed(0)
     experts = {"num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 0.1}
-    return MixtralForCausalLM(MixtralConfig(**SHAPE, **tiny.SIZES, **experts, num_hidden_layers=LAYERS))
+    return MixtralForCausalLM(
+        MixtralConfig(**SHAPE, **tiny.SIZES, **experts, num_hidden_layers=LAYERS)
+    )
 
 
 def texts(count, start=0):
@@ -41,7 +45,9 @@ def texts(count, start=0):
 
 def pairs(count=32, start=0):
     """Prompts and completions of different lengths."""
-    return Dataset.from_list([{"prompt": f"Say {text}:", "completion": f" {text}!"} for text in texts(count, start)])
+    return Dataset.from_list(
+        [{"prompt": f"Say {text}:", "completion": f" {text}!"} for text in texts(count, start)]
+    )
 
 
 def plain(count=32, start=0):
@@ -50,12 +56,15 @@ def plain(count=32, start=0):
 
 def chats(count=32, start=0):
     found = [
-        [{"role": "user", "content": f"Say {t}"}, {"role": "assistant", "content": t}] for t in texts(count, start)
+        [{"role": "user", "content": f"Say {t}"}, {"role": "assistant", "content": t}]
+        for t in texts(count, start)
     ]
     return Dataset.from_list([{"messages": messages} for messages in found])
 
 
-def make(cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given):
+def make(
+    cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given
+):
     given = {
         "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no",
         "logging_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
@@ -72,17 +81,29 @@ def make(cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, 
 def history(trainer):
     """What was logged, without times."""
     logs = trainer.state.log_history
-    return [{name: log[name] for name in log if not any(time in name for time in TIMES)} for log in logs]
+    return [
+        {name: log[name] for name in log if not any(time in name for time in TIMES)} for log in logs
+    ]
 
 
-LORA = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+LORA = LoraConfig(
+    r=2,
+    lora_alpha=4,
+    target_modules="all-linear",
+    modules_to_save=["lm_head"],
+    task_type="CAUSAL_LM",
+)
 SETTINGS = {
     "pairs": {},
     "text": {"data": plain},
     "chat": {"data": chats},
     "assistant only": {"data": chats, "assistant_only_loss": True},
     "whole sequence": {"completion_only_loss": False},
-    "packed": {"packing": True, "max_length": 48, "use_cache": True},  # a cache hides the borders of documents
+    "packed": {
+        "packing": True,
+        "max_length": 48,
+        "use_cache": True,
+    },  # a cache hides the borders of documents
     "packed across": {"packing": True, "packing_strategy": "wrapped", "max_length": 48},
     "padding free": {"padding_free": True, "max_length": None},
     "lora": {"peft_config": LORA},
@@ -93,5 +114,7 @@ SETTINGS = {
     "tied": {"model": lambda: llama(tie_word_embeddings=True)},
     "experts": {"model": mixtral},
     "bf16": {"bf16": True},
-    "prefix tuning": {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+    "prefix tuning": {
+        "peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    },
 }

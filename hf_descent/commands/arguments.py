@@ -23,7 +23,11 @@ SOURCES = (
     "validation_file", "test_file", "train_files", "test_files",
 )  # fmt: skip
 HELP = {"-h", "--help", "--help_all"}
-TRAINING = ("classify", "denoise", "sft")  # the commands that train, and share their work among processes
+TRAINING = (
+    "classify",
+    "denoise",
+    "sft",
+)  # the commands that train, and share their work among processes
 
 
 def refuse(message: str) -> NoReturn:
@@ -50,19 +54,33 @@ def record_of(model: str) -> dict[str, Any]:
     from ..runs import RunFolder  # takes seconds: not for `hf-descent --help`
 
     summary, folder = RunFolder(model).summary, Path(model).resolve()
-    known = RunFolder(folder.parent if folder.name.startswith("checkpoint-") else folder).read(RunFolder.DATA)
+    known = RunFolder(folder.parent if folder.name.startswith("checkpoint-") else folder).read(
+        RunFolder.DATA
+    )
     if not known:
-        known = {name: value for name, value in summary.get("command", {}).items() if name not in (*SOURCES, "dtype")}
-        known = {"max_seq_length": summary.get("arguments", {}).get("max_length")} | known  # as SFT calls it
+        known = {
+            name: value
+            for name, value in summary.get("command", {}).items()
+            if name not in (*SOURCES, "dtype")
+        }
+        known = {
+            "max_seq_length": summary.get("arguments", {}).get("max_length")
+        } | known  # as SFT calls it
     # What is drawn from the rows of training is none of the rows that are measured.
-    return {name: value for name, value in known.items() if value is not None and name != "max_train_samples"}
+    return {
+        name: value
+        for name, value in known.items()
+        if value is not None and name != "max_train_samples"
+    }
 
 
 def absolute(name: str, value: Any) -> Any:
     """The argument `name` of data with its paths made absolute, so that it can be read from anywhere."""
     if isinstance(value, list):
         return [absolute(name, item) for item in value]
-    is_path = name.endswith(("_file", "_files", "_dir")) or (name == "dataset_name" and os.path.exists(value or ""))
+    is_path = name.endswith(("_file", "_files", "_dir")) or (
+        name == "dataset_name" and os.path.exists(value or "")
+    )
     return os.path.abspath(value) if value and is_path and "://" not in value else value
 
 
@@ -80,14 +98,20 @@ def parse_recipe(
     # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.error = refuse
-    config_parser.add_argument("--config", help="YAML file with values for any of the arguments; flags win over it.")
+    config_parser.add_argument(
+        "--config", help="YAML file with values for any of the arguments; flags win over it."
+    )
     parser_kwargs.setdefault("usage", f"{parser_kwargs.get('prog', '')} [--config RECIPE] [flags]")
-    parser = HfArgumentParser(argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs)
+    parser = HfArgumentParser(
+        argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs
+    )
     parser.error = refuse
     config_path, values = config_parser.parse_known_args(argv)[0].config, {}
     if HELP & {*argv}:
         _arrange(parser, argument_types, "--help_all" in argv)
-    fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
+    fields = {
+        field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init
+    }
     if config_path is not None:
         with open(config_path, "rb") as file:
             values = yaml.safe_load(file)
@@ -96,9 +120,13 @@ def parse_recipe(
         if models:
             values = {name: value for name, value in values.items() if name in fields}
         elif unknown := sorted(set(values) - fields):
-            raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
+            raise ValueError(
+                f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling."
+            )
     hints = {name: hint for dtype in argument_types for name, hint in get_type_hints(dtype).items()}
-    values = {name: _as_flag(name, value, hints[name], config_path) for name, value in values.items()}
+    values = {
+        name: _as_flag(name, value, hints[name], config_path) for name, value in values.items()
+    }
     flags = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     known = recorded(models, flags | values.keys()) if models else {}
     values = {name: value for name, value in known.items() if name in fields} | values
@@ -106,9 +134,13 @@ def parse_recipe(
     parser.set_defaults(**values)
     for action in parser._actions:
         action.required = action.required and action.dest not in values
-    *parsed, _, unknown = parser.parse_args_into_dataclasses(list(argv), True, look_for_args_file=False)
+    *parsed, _, unknown = parser.parse_args_into_dataclasses(
+        list(argv), True, look_for_args_file=False
+    )
     if unknown:
-        raise ValueError(f"`{parser.prog}` does not have {unknown}: check the spelling (`{parser.prog} --help`).")
+        raise ValueError(
+            f"`{parser.prog}` does not have {unknown}: check the spelling (`{parser.prog} --help`)."
+        )
     return tuple(parsed)
 
 
@@ -125,23 +157,38 @@ def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
         return value
     if isinstance(value, bool | int | float):
         return "no" if value is False else str(value)  # the word "no" is False in YAML
-    raise ValueError(f"{path} sets `{name}` to {value!r}; give a single value, or leave the line out.")
+    raise ValueError(
+        f"{path} sets `{name}` to {value!r}; give a single value, or leave the line out."
+    )
 
 
-def _arrange(parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool) -> None:
+def _arrange(
+    parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool
+) -> None:
     """The help: a group for each dataclass, the descent's first, and each flag once, with the first sentence of its
     text; of Trainer's arguments the common ones. All texts and arguments where `shows_all`."""
     from ..configs import DescentArguments
 
     groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
     is_training = issubclass(argument_types[-1], DescentArguments)
-    parser.add_argument("--help_all", action="help", help="list and explain all" if is_training else argparse.SUPPRESS)
+    parser.add_argument(
+        "--help_all",
+        action="help",
+        help="list and explain all" if is_training else argparse.SUPPRESS,
+    )
     if is_training:
         *others, (_, trainer) = groups.items()
-        groups = {"Descent constraints and noise": DescentArguments, **dict(others), "Trainer": trainer}
+        groups = {
+            "Descent constraints and noise": DescentArguments,
+            **dict(others),
+            "Trainer": trainer,
+        }
     options = parser._optionals._group_actions
     for title, dtype in groups.items():
-        group, names = parser.add_argument_group(title), {field.name for field in dataclasses.fields(dtype)}
+        group, names = (
+            parser.add_argument_group(title),
+            {field.name for field in dataclasses.fields(dtype)},
+        )
         for action in [action for action in options if action.dest in names]:
             options.remove(action)
             group._group_actions.append(action)
@@ -150,7 +197,11 @@ def _arrange(parser: argparse.ArgumentParser, argument_types: Sequence[type], sh
                 action.help = argparse.SUPPRESS
                 continue
             action.option_strings = action.option_strings[:1]
-            action.help = action.help.split(". ")[0].rstrip(".") if is_training and not shows_all else action.help
+            action.help = (
+                action.help.split(". ")[0].rstrip(".")
+                if is_training and not shows_all
+                else action.help
+            )
             action.help += " (required)" * action.required
             if action.choices is None:
                 action.metavar = "{true,false}" if action.const else "VALUE"
@@ -164,11 +215,18 @@ def models_of(argv: Sequence[str]) -> list[str]:
 
 
 def parse_models(
-    argument_types: Sequence[type], argv: Sequence[str], prog: str, description: str, most: int | None = 1
+    argument_types: Sequence[type],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    most: int | None = 1,
 ) -> tuple:
     """Parses `MODEL... [--config RECIPE] [flags]` (see [`parse_recipe`]) into the models and the dataclasses;
     ValueError where there is no model, or more than `most`."""
-    models, usage = models_of(argv), f"{prog} MODEL{'' if most else '...'} [--config RECIPE] [flags]"
+    models, usage = (
+        models_of(argv),
+        f"{prog} MODEL{'' if most else '...'} [--config RECIPE] [flags]",
+    )
     if not HELP & {*argv} and not 0 < len(models) <= (most or len(models)):
         raise ValueError(f"The models are {models or 'missing'}: `{usage}`.")
     kwargs = {"prog": prog, "usage": usage, "description": description}

@@ -4,7 +4,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
+from transformers import (
+    AutoModelForSequenceClassification,
+    EvalPrediction,
+    PreTrainedModel,
+    set_seed,
+)
 from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig
@@ -27,10 +32,15 @@ class ModelArguments(OutputArguments):
         "the paper's) or on the mean of the tokens (`mean_linear`).",
     )
     unrolled_layers: int | None = HfArg(
-        default=None, help="Train an unrolled transformer (UT) of this depth on the token embeddings of that model."
+        default=None,
+        help="Train an unrolled transformer (UT) of this depth on the token embeddings of that model.",
     )
-    freeze_embeddings: bool = HfArg(default=False, help="Do not train token embeddings, which may outgrow the noise.")
-    use_peft: bool = HfArg(default=False, help="Train LoRA adapters and the head, not the whole model.")
+    freeze_embeddings: bool = HfArg(
+        default=False, help="Do not train token embeddings, which may outgrow the noise."
+    )
+    use_peft: bool = HfArg(
+        default=False, help="Train LoRA adapters and the head, not the whole model."
+    )
     lora_r: int = HfArg(default=8, help="Rank of the adapters.")
     lora_alpha: int = HfArg(default=16, help="Scale of the adapters, divided by their rank.")
     lora_dropout: float = HfArg(default=0.0, help="Dropout before the adapters.")
@@ -48,7 +58,9 @@ argument_types = (ModelArguments, DataArguments, DescentConfig)
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
     if args.prediction_loss_only or not args.eval_do_concat_batches:
-        raise ValueError("The accuracy needs the predictions: leave out `prediction_loss_only` and the like.")
+        raise ValueError(
+            "The accuracy needs the predictions: leave out `prediction_loss_only` and the like."
+        )
     resume = resume_choice(args, model_args)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
     tokenizer = load_tokenizer(model_args.model_name_or_path)
@@ -67,16 +79,23 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         processing_class=tokenizer,
         compute_metrics=accuracy_of,
     )
-    train_and_report(trainer, resume, partial(report, trainer, dataset), model_args, data_args, score="accuracy")
+    train_and_report(
+        trainer, resume, partial(report, trainer, dataset), model_args, data_args, score="accuracy"
+    )
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
     """The classifier that `args` names, with one output for each of `classes`."""
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    labels = {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {label: i for i, label in enumerate(classes)},
+    }
     name, pooling = args.model_name_or_path, args.pooling.removesuffix("_linear")
     with weights_of(name, len(classes)):
         if args.unrolled_layers is not None:
-            model = UTForSequenceClassification.from_embeddings(name, num_hidden_layers=args.unrolled_layers, **labels)
+            model = UTForSequenceClassification.from_embeddings(
+                name, num_hidden_layers=args.unrolled_layers, **labels
+            )
         elif pooling == "head":
             model = AutoModelForSequenceClassification.from_pretrained(name, **labels)
         else:
@@ -89,7 +108,9 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 
     # The head is new, and often more than the one layer that PEFT would think of.
     head = [
-        name for name, child in model.named_children() if name != model.base_model_prefix and list(child.parameters())
+        name
+        for name, child in model.named_children()
+        if name != model.base_model_prefix and list(child.parameters())
     ]
     lora = LoraConfig(
         task_type="SEQ_CLS",
@@ -106,5 +127,7 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
     """`compute_metrics` of a classifier: its accuracy."""
     logits = prediction.predictions
-    logits = logits[0] if isinstance(logits, tuple) else logits  # BART's come with the states of its encoder
+    logits = (
+        logits[0] if isinstance(logits, tuple) else logits
+    )  # BART's come with the states of its encoder
     return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}

@@ -36,7 +36,9 @@ PROBLEM = {
 }
 
 
-def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200, auto: bool = False) -> Comparison:
+def demo(
+    output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200, auto: bool = False
+) -> Comparison:
     """Train every arm with every seed, evaluate on held-out clips, compare the arms in a table and in figures.
 
     Runs lie in `<output_dir>/<arm>-<seed>`; a quarter of the steps is warm-up. With `auto` the constrained arm takes
@@ -44,7 +46,10 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
     mean squared error divided by the noise power at the training noise level.
     """
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
-    folders = {name: [f"{output_dir}/{arm}-{seed}" for seed in dict.fromkeys(seeds)] for arm, name in ARMS.items()}
+    folders = {
+        name: [f"{output_dir}/{arm}-{seed}" for seed in dict.fromkeys(seeds)]
+        for arm, name in ARMS.items()
+    }
     for index, seed in enumerate(dict.fromkeys(seeds)):
         for arm, name in ARMS.items():
             start = time.perf_counter()
@@ -52,11 +57,15 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
             print(f"seed {seed}, {name}: {time.perf_counter() - start:.0f} s", flush=True)
     comparison = compare(folders)
     files = save_comparison(comparison, output_dir)
-    print(f"\nLoss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)")
+    print(
+        f"\nLoss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)"
+    )
     for name, runs in comparison.groups.items():
         losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
         print(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
-    print(f"\nHeld-out {comparison}\nAll arms have one learning rate; `docs/results.md` has each at its own best.")
+    print(
+        f"\nHeld-out {comparison}\nAll arms have one learning rate; `docs/results.md` has each at its own best."
+    )
     print(f"\nWritten to {output_dir}: {', '.join(files)}")
     return comparison
 
@@ -117,10 +126,18 @@ def rows_of(clips: torch.Tensor) -> list[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--output_dir", default="demo", help="folder for the comparison and the runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed")
+    parser.add_argument(
+        "--output_dir", default="demo", help="folder for the comparison and the runs"
+    )
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed"
+    )
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
-    parser.add_argument("--auto", action="store_true", help="constrain by the package's defaults, not the demo's own")
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="constrain by the package's defaults, not the demo's own",
+    )
 
 
 def run(args: argparse.Namespace):

@@ -16,7 +16,13 @@ from ..data.denoising import DenoisingTask, ImageTask, PatchTask
 from ..data.splits import check_arguments
 from ..data.video import VideoArguments, load_clips
 from ..loading import weights_of
-from ..models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
+from ..models import (
+    DustConfig,
+    DustForVideoDenoising,
+    UTConfig,
+    UTForVideoDenoising,
+    ViTForDenoising,
+)
 from ..noise.embedding_noise import deviation_from_moments, moments_of
 from ..runs import RunFolder, tables
 from ..trainer import DescentTrainer
@@ -32,26 +38,40 @@ class ModelArguments(OutputArguments):
 
     architecture: Literal["ut", "dust", "vit"] = HfArg(help="Kind of the denoiser.")
     num_layers: int = HfArg(default=5, help="Depth of UT and DUST. A ViT has its own.")
-    attention_step: float | None = HfArg(default=None, help="UT: share of the way to attention; None: 2 / num_layers.")
+    attention_step: float | None = HfArg(
+        default=None, help="UT: share of the way to attention; None: 2 / num_layers."
+    )
     dictionary_size: int = HfArg(default=512, help="DUST: columns of the dictionary.")
     shared_dictionary: bool = HfArg(default=False, help="DUST: one dictionary for all layers.")
     sparsity: float = HfArg(default=0.01, help="DUST: weight of the codes' absolute values.")
     coupling: float = HfArg(default=5.0, help="DUST: weight of the attention energy.")
     curvature: float = HfArg(default=3.0, help="DUST: c, the inverse step size.")
-    model_name_or_path: str | None = HfArg(default=None, help="ViT: pretrained encoder, on the Hub or in a folder.")
-    readout: Literal["patches", "linear"] = HfArg(default="patches", help="ViT: `linear` where the sizes differ.")
-    loss_gamma: float | None = HfArg(
-        default=None, help="Losses in units of the noisy input's own at this level; None: half the sum of squares."
+    model_name_or_path: str | None = HfArg(
+        default=None, help="ViT: pretrained encoder, on the Hub or in a folder."
     )
-    noise_draws: int = HfArg(default=1, help="Draws of the noise at each level of the final report.")
+    readout: Literal["patches", "linear"] = HfArg(
+        default="patches", help="ViT: `linear` where the sizes differ."
+    )
+    loss_gamma: float | None = HfArg(
+        default=None,
+        help="Losses in units of the noisy input's own at this level; None: half the sum of squares.",
+    )
+    noise_draws: int = HfArg(
+        default=1, help="Draws of the noise at each level of the final report."
+    )
 
     def __post_init__(self):
-        limits = dict.fromkeys(("noise_draws", "num_layers", "dictionary_size"), 1) | {"sparsity": 0, "coupling": 0}
+        limits = dict.fromkeys(("noise_draws", "num_layers", "dictionary_size"), 1) | {
+            "sparsity": 0,
+            "coupling": 0,
+        }
         limits |= {"loss_gamma": SMALLEST, "curvature": SMALLEST, "attention_step": (SMALLEST, 1)}
         check_arguments(self, limits)
         if (self.architecture == "vit") != (self.model_name_or_path is not None):
             given = f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}"
-            raise ValueError(f"{given}: a ViT needs a pretrained encoder, and the others take none.")
+            raise ValueError(
+                f"{given}: a ViT needs a pretrained encoder, and the others take none."
+            )
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)
@@ -66,11 +86,16 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     name = model_args.model_name_or_path
     task = PatchTask(data_args.patch_size) if name is None else ImageTask(name)
     with args.main_process_first(desc="decoding the videos"):
-        rows = {split: data_args.draw(split, task.rows(clips)) for split, clips in load_clips(data_args).items()}
+        rows = {
+            split: data_args.draw(split, task.rows(clips))
+            for split, clips in load_clips(data_args).items()
+        }
     if args.noise_sigma is None:
         args.noise_sigma = measure_sigma(rows["train"], task)
     model = build_model(model_args, task, args.noise_sigma, rows["train"][0])
-    model.config.noise_sigma = args.noise_sigma  # also where training is without noise: the tests are not
+    model.config.noise_sigma = (
+        args.noise_sigma
+    )  # also where training is without noise: the tests are not
     args.remove_unused_columns = False  # there are none
 
     trainer = DescentTrainer(
@@ -79,21 +104,34 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         train_dataset=rows["train"],
         eval_dataset=rows["validation"],
         data_collator=task.collate,
-        processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
+        processing_class=getattr(
+            task, "processor", None
+        ),  # saved with the model, for those who evaluate it
     )
 
     def report():
         shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
         # The test rows come last, since the trainer's card is of what was measured last.
         for split in [name for name in ("validation", "test") if name in rows]:
-            results = {"layer_profile": trainer.evaluate_layers(rows[split], gamma=args.gamma_train, **shared)}
+            results = {
+                "layer_profile": trainer.evaluate_layers(
+                    rows[split], gamma=args.gamma_train, **shared
+                )
+            }
             metrics = {}
             if args.eval_gammas:
-                curve = trainer.evaluate_robustness(rows[split], draws=model_args.noise_draws, **shared)
-                results["noise_curve"], metrics[f"{split}_mean_rmse"] = curve, curve.mean_over_levels
+                curve = trainer.evaluate_robustness(
+                    rows[split], draws=model_args.noise_draws, **shared
+                )
+                results["noise_curve"], metrics[f"{split}_mean_rmse"] = (
+                    curve,
+                    curve.mean_over_levels,
+                )
             trainer.save_metrics(split, metrics_of(results, split) | metrics)
             if trainer.is_world_process_zero():
-                print(f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n")
+                print(
+                    f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n"
+                )
                 print(tables(results), end="\n\n")
         if trainer.is_world_process_zero():
             RunFolder(args.output_dir).write(results)
@@ -105,21 +143,35 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
 def measure_sigma(rows: Dataset, task: DenoisingTask) -> float:
     """Standard deviation of the clean signal in the model's units, from the first rows."""
     rows = rows.select(range(min(SIGMA_ROWS, len(rows))))
-    return deviation_from_moments(sum(moments_of(task.batch(batch["pixel_values"])) for batch in rows.iter(64)))
+    return deviation_from_moments(
+        sum(moments_of(task.batch(batch["pixel_values"])) for batch in rows.iter(64))
+    )
 
 
-def build_model(args: ModelArguments, task: DenoisingTask, sigma: float, row: dict) -> PreTrainedModel:
+def build_model(
+    args: ModelArguments, task: DenoisingTask, sigma: float, row: dict
+) -> PreTrainedModel:
     """The denoiser that `args` names, for rows like `row`."""
     num_values = task.collate([row])["pixel_values"].numel()
-    loss_scale = 0.5 if args.loss_gamma is None else 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
+    loss_scale = (
+        0.5 if args.loss_gamma is None else 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
+    )
     if args.architecture == "vit":
         name = args.model_name_or_path
         with weights_of(name):
-            return ViTForDenoising.from_encoder(name, readout=args.readout, loss_scale=loss_scale).train()
-    sizes = {"hidden_size": task.patch_size**2, "num_hidden_layers": args.num_layers, "loss_scale": loss_scale}
+            return ViTForDenoising.from_encoder(
+                name, readout=args.readout, loss_scale=loss_scale
+            ).train()
+    sizes = {
+        "hidden_size": task.patch_size**2,
+        "num_hidden_layers": args.num_layers,
+        "loss_scale": loss_scale,
+    }
     if args.architecture == "ut":
         # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.
         step = min(1.0, 2 / args.num_layers) if args.attention_step is None else args.attention_step
         return UTForVideoDenoising(UTConfig(**sizes, attention_step=step))
     names = ("dictionary_size", "shared_dictionary", "sparsity", "coupling", "curvature")
-    return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
+    return DustForVideoDenoising(
+        DustConfig(**sizes, **{name: getattr(args, name) for name in names})
+    )

@@ -24,7 +24,13 @@ from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser
 from ..data.splits import check_arguments
-from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
+from ..data.text import (
+    DataArguments,
+    align_classes,
+    load_text_classification,
+    most_tokens,
+    tokenize,
+)
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
@@ -40,25 +46,38 @@ class EvaluateArguments:
     """What is measured."""
 
     eval_gammas: list[float] = HfArg(
-        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0], help="Noise levels of the curve."
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0],
+        help="Noise levels of the curve.",
     )
     draws: int = HfArg(default=3, help="Draws of the noise at each level.")
-    noise_seed: int = HfArg(default=0, help="Seed of the noise. Not `seed`: runs that differ in it share their noise.")
-    noise_sigma: float | None = HfArg(default=None, help="Deviation of the clean signal; None: each model's own.")
+    noise_seed: int = HfArg(
+        default=0, help="Seed of the noise. Not `seed`: runs that differ in it share their noise."
+    )
+    noise_sigma: float | None = HfArg(
+        default=None, help="Deviation of the clean signal; None: each model's own."
+    )
     profile_gammas: list[float] | None = HfArg(
-        default=None, help="Noise levels of the layer profiles; None: 0, the training's, the largest of the curve."
+        default=None,
+        help="Noise levels of the layer profiles; None: 0, the training's, the largest of the curve.",
     )
     perturbation_rates: list[float] | None = HfArg(
-        default=None, help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."
+        default=None,
+        help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1].",
     )
     confidence: float = HfArg(default=0.95, help="Confidence of the verdicts.")
-    per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
-    results_dir: str | None = HfArg(default=None, help="Gets a folder of results per model; None: the models' own.")
+    per_device_eval_batch_size: int = HfArg(
+        default=32, help="Rows in a batch; the noise depends on it."
+    )
+    results_dir: str | None = HfArg(
+        default=None, help="Gets a folder of results per model; None: the models' own."
+    )
 
     def __post_init__(self):
         check_confidence(self.confidence)
         check_arguments(self, dict.fromkeys(("draws", "per_device_eval_batch_size"), 1))
-        check_arguments(self, {"noise_seed": 0, "noise_sigma": SMALLEST, "perturbation_rates": (0, 1)})
+        check_arguments(
+            self, {"noise_seed": 0, "noise_sigma": SMALLEST, "perturbation_rates": (0, 1)}
+        )
         check_arguments(self, dict.fromkeys(("eval_gammas", "profile_gammas"), (0, LARGEST)))
 
 
@@ -90,12 +109,22 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     splits = load_alpaca(args, tokenizer)
     split, also_selected = _held_out(splits, name, args)
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
-    settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
+    settings = {
+        "tokenizer": tokenizer,
+        "limit": min((limit for limit in limits if limit), default=None),
+    }
     summary = RunFolder(name).summary
     trained = summary.get("arguments", {})
-    if trained.get("assistant_only_loss") or trained.get("truncation_mode", "keep_start") != "keep_start":
-        raise ValueError("The labels of `assistant_only_loss` or `truncation_mode` need `trainer.evaluate_layers`.")
-    rows = splits[split].map(completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names)
+    if (
+        trained.get("assistant_only_loss")
+        or trained.get("truncation_mode", "keep_start") != "keep_start"
+    ):
+        raise ValueError(
+            "The labels of `assistant_only_loss` or `truncation_mode` need `trainer.evaluate_layers`."
+        )
+    rows = splits[split].map(
+        completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names
+    )
     if summary.get("completion_only_loss", trained.get("completion_only_loss")) is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
@@ -116,7 +145,9 @@ def denoising_task(name: str, args: VideoArguments) -> Task:
 class InstructionArguments(AlpacaArguments):
     """Where the instructions come from: no data set but the training's own, or one that is named."""
 
-    dataset_name: str | None = HfArg(default=None, help="Data set on the Hub, unless `train_file` is given.")
+    dataset_name: str | None = HfArg(
+        default=None, help="Data set on the Hub, unless `train_file` is given."
+    )
 
 
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
@@ -134,10 +165,14 @@ def task_of(model: str) -> tuple[type, Any]:
     for ending, task in TASKS.items():
         if architecture.endswith(ending):
             return task
-    raise ValueError(f"{model} is a {architecture}; give architectures that end in {', '.join(TASKS)}, or a script.")
+    raise ValueError(
+        f"{model} is a {architecture}; give architectures that end in {', '.join(TASKS)}, or a script."
+    )
 
 
-def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], EvaluateArguments, Any]:
+def parse(
+    argv: Sequence[str], prog: str, description: str
+) -> tuple[list[str], EvaluateArguments, Any]:
     """The models, what is measured, and the data of the first model's task."""
     names = models_of(argv)
     data_arguments = task_of(names[0])[0] if names else DataArguments
@@ -148,14 +183,20 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
     """Evaluates the models one after the other; see the module."""
     kinds = {name: task_of(name) for name in names}
     if len({data_arguments for data_arguments, _ in kinds.values()}) > 1:
-        raise ValueError(f"The models {names} have different tasks; evaluate them one task at a time.")
+        raise ValueError(
+            f"The models {names} have different tasks; evaluate them one task at a time."
+        )
     folders = [_results_folder(name, args.results_dir) for name in names]
     if len(set(folders)) < len(folders):
-        raise ValueError(f"Models of one name would overwrite each other's results: {folders}; evaluate them apart.")
+        raise ValueError(
+            f"Models of one name would overwrite each other's results: {folders}; evaluate them apart."
+        )
     for folder in folders:
         os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
     for name, folder in zip(names, folders):
-        print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
+        print(
+            f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n"
+        )
 
 
 def _results_folder(name: str, results_dir: str | None) -> str:
@@ -170,30 +211,47 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
     if args.perturbation_rates is not None and task.perturbation is None:
-        raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
+        raise ValueError(
+            "`perturbation_rates` is given, but there are no typing errors for completions."
+        )
     summary = RunFolder(name).summary
     gamma_train = upper_level(summary.get("noise_gamma"))
-    model, noise = task.model.to(best_device()), {"seed": args.noise_seed, "sigma": args.noise_sigma}
-    shared = task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
+    model, noise = (
+        task.model.to(best_device()),
+        {"seed": args.noise_seed, "sigma": args.noise_sigma},
+    )
+    shared = (
+        task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
+    )
     if epsilon := summary.get("arguments", {}).get("label_smoothing_factor"):
-        shared["layer_loss_fn"] = LabelSmoother(epsilon)  # as in training, whose targets the verdict is about
+        shared["layer_loss_fn"] = LabelSmoother(
+            epsilon
+        )  # as in training, whose targets the verdict is about
 
     run = RunFolder(folder)
     run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones
     if os.path.abspath(folder) != os.path.abspath(name):
         run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
     settings = shared | {"draws": args.draws}
-    results = {"noise_curve": noise_curve(model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings)}
+    results = {
+        "noise_curve": noise_curve(
+            model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings
+        )
+    }
     if args.perturbation_rates is not None:
         settings["perturbation"] = task.perturbation
         curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)
         results[f"{curve.settings['perturbation']}_curve"] = curve
 
     problem = DescentProblem.saved_in(summary)
-    gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
+    gammas = sorted(
+        set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))))
+    )
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
     warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
-    share = None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
+    share = (
+        None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
+    )
     facts = {"warmup_share": share, "multipliers": multipliers, "also_selected": task.also_selected}
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
@@ -215,8 +273,17 @@ def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, boo
     if own:
         return split, bool(own & (trained_on | chose if selected else trained_on))
     # Drawn from training rows: those of the model, unless it was held out from the same by the same draw.
-    drawn = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"} & given.keys()
-    others = selected or bool(chose) or any(record.get(each, given[each]) != given[each] for each in drawn)
+    drawn = {
+        "split_seed",
+        "split_by",
+        "validation_split_percentage",
+        "validation_percentage",
+    } & given.keys()
+    others = (
+        selected
+        or bool(chose)
+        or any(record.get(each, given[each]) != given[each] for each in drawn)
+    )
     return split, others and bool(_sources(given, "train") & trained_on)
 
 

@@ -41,11 +41,19 @@ MERGED = "\n{model} holds an adapter: {whole} stands for what `hf-descent export
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="output folder of a run, or a name on the Hub; adapters are merged")
-    parser.add_argument("--layer", type=int, required=True, help="the last layer to keep, from 1 on")
-    parser.add_argument("--output_dir", required=True, help="folder for the checkpoint, new or empty")
+    parser.add_argument(
+        "model", help="output folder of a run, or a name on the Hub; adapters are merged"
+    )
+    parser.add_argument(
+        "--layer", type=int, required=True, help="the last layer to keep, from 1 on"
+    )
+    parser.add_argument(
+        "--output_dir", required=True, help="folder for the checkpoint, new or empty"
+    )
     formats = "a checkpoint for `from_pretrained`, or a graph for ONNX Runtime, which computes whole texts anew"
-    parser.add_argument("--format", choices=("transformers", "onnx"), default="transformers", help=formats)
+    parser.add_argument(
+        "--format", choices=("transformers", "onnx"), default="transformers", help=formats
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -60,9 +68,14 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer, whole = load_model(args.model), load_tokenizer(args.model), args.model
     if is_adapter := hasattr(model, "merge_and_unload"):
         model, whole = model.merge_and_unload(), "WHOLE"
-    config, inputs = model.config.get_text_config(), dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt"))
+    config, inputs = (
+        model.config.get_text_config(),
+        dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt")),
+    )
     drafts = (architecture := type(model).__name__) in CAUSAL_LMS
-    if not drafts and getattr(config, "pad_token_id", None) is None:  # causal ones find the last token of a row by it
+    if (
+        not drafts and getattr(config, "pad_token_id", None) is None
+    ):  # causal ones find the last token of a row by it
         config.pad_token_id = tokenizer.pad_token_id
     short = truncate(model, args.layer, inputs)
     if args.format == "onnx":
@@ -72,11 +85,25 @@ def run(args: argparse.Namespace) -> None:
     tokenizer.save_pretrained(folder)
     depth = config.num_hidden_layers
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
-    text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
+    text = (
+        STANDALONE
+        + (SERVED if drafts else "")
+        + (DRAFTING if drafts and args.layer < depth else "")
+    )
     text += MERGED if drafts and is_adapter and args.layer < depth else ""
-    facts = {"model": args.model, "whole": whole, "draft": folder, "layer": args.layer, "depth": depth}
+    facts = {
+        "model": args.model,
+        "whole": whole,
+        "draft": folder,
+        "layer": args.layer,
+        "depth": depth,
+    }
     facts["registers"] = "import hf_descent.models; " * architecture.startswith(OWN_MODELS)
-    print((ONNX if args.format == "onnx" else text).format(architecture=architecture, auto_class=auto_class, **facts))
+    print(
+        (ONNX if args.format == "onnx" else text).format(
+            architecture=architecture, auto_class=auto_class, **facts
+        )
+    )
     print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")
 
 
@@ -87,6 +114,10 @@ def save_onnx(model: PreTrainedModel, inputs: dict[str, Tensor], folder: Path) -
     model.config.get_text_config().use_cache = False  # keys and values are no outputs
     # Few of ONNX Runtime's operations know bfloat16.
     exported = OnnxExporter().export(model.float(), inputs, config=OnnxConfig(dynamic=True))
-    if any(str(size).isdigit() for given in exported.program.graph.inputs for size in given.shape):  # as Mamba's
-        raise ValueError(f"{type(model).__name__} has a graph for texts of one length: use `--format transformers`.")
+    if any(
+        str(size).isdigit() for given in exported.program.graph.inputs for size in given.shape
+    ):  # as Mamba's
+        raise ValueError(
+            f"{type(model).__name__} has a graph for texts of one length: use `--format transformers`."
+        )
     exported.save_pretrained(folder)

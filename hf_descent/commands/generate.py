@@ -30,13 +30,21 @@ class GenerateArguments:
 
     output: str = HfArg(help="JSON file for the answers.")
     gamma: float = HfArg(default=0.0, help="Noise level on every token's embedding.")
-    sigma: float | None = HfArg(default=None, help="Deviation of the clean embeddings; None: the model's own.")
+    sigma: float | None = HfArg(
+        default=None, help="Deviation of the clean embeddings; None: the model's own."
+    )
     seed: int = HfArg(default=0, help="Seed of the noise.")
-    instructions: str = HfArg(default=ALPACA_EVAL, help="File of `instruction` and perhaps `input` and `dataset`.")
+    instructions: str = HfArg(
+        default=ALPACA_EVAL, help="File of `instruction` and perhaps `input` and `dataset`."
+    )
     prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
-    batch_size: int = HfArg(default=8, help="Prompts in a batch, on which noise and room for answers depend.")
+    batch_size: int = HfArg(
+        default=8, help="Prompts in a batch, on which noise and room for answers depend."
+    )
     max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
-    max_samples: int | None = HfArg(default=None, help="Answer only this many instructions, the first ones.")
+    max_samples: int | None = HfArg(
+        default=None, help="Answer only this many instructions, the first ones."
+    )
 
     def __post_init__(self):
         counts = ("max_samples", "batch_size", "max_new_tokens")
@@ -50,26 +58,41 @@ def run(models: list[str], args: GenerateArguments) -> None:
     """Answers every instruction."""
     (name,) = models
     if os.path.exists(args.output):
-        raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
+        raise ValueError(
+            f"`output` {args.output!r} exists already; name another file, or remove it."
+        )
     generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = read_instructions(args.instructions, args.prompt_format, tokenizer)[: args.max_samples]
     model = load_model(name).to(best_device())
     if not model.can_generate():
-        raise ValueError(f"`model` is {name!r}, a {type(model).__name__}; give a causal language model.")
+        raise ValueError(
+            f"`model` is {name!r}, a {type(model).__name__}; give a causal language model."
+        )
     prompts = [{"input_ids": prompt_ids(row["prompt"], tokenizer)} for row in rows]
-    lengths, collate = [len(row["input_ids"]) for row in prompts], DataCollatorWithPadding(tokenizer)
+    lengths, collate = (
+        [len(row["input_ids"]) for row in prompts],
+        DataCollatorWithPadding(tokenizer),
+    )
     if (limit := position_limit(model)) and (longest := max(lengths)) >= limit:
-        raise ValueError(f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: cut it.")
+        raise ValueError(
+            f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: cut it."
+        )
     answers = []
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    with EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else nullcontext() as noise:
+    with (
+        EmbeddingNoise(model, args.gamma, args.seed, args.sigma)
+        if args.gamma
+        else nullcontext() as noise
+    ):
         for start in tqdm(range(0, len(rows), args.batch_size), desc="Answering"):
             batch = slice(start, start + args.batch_size)
             inputs = collate(prompts[batch])
             if noise is not None:
                 noise.reseed(start)
-            for row, text in zip(rows[batch], answer(model, tokenizer, inputs.to(model.device), args)):
+            for row, text in zip(
+                rows[batch], answer(model, tokenizer, inputs.to(model.device), args)
+            ):
                 record = {"instruction": row["instruction"], "output": text, "generator": generator}
                 answers.append(record | {"dataset": row.get("dataset") or "alpaca_eval"})
     write_json(args.output, answers, ensure_ascii=False)
@@ -89,4 +112,7 @@ def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -
         return_dict_in_generate=False,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return [text.strip() for text in tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)]
+    return [
+        text.strip()
+        for text in tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
+    ]

@@ -32,23 +32,36 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     path = next(filter(Path.is_file, (CONFIGS / f"{flags.launch}.yaml", Path(flags.launch))), None)
     if path is None:
         names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"`--launch` is {flags.launch!r}: give one of {names}, or a file by `accelerate config`.")
+        raise ValueError(
+            f"`--launch` is {flags.launch!r}: give one of {names}, or a file by `accelerate config`."
+        )
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if rest and not rest[0].startswith("-"):
         check_processes(rest[0], int(flags.num_processes or values.get("num_processes") or 1))
-    if values.get("main_process_port") == 0 and (flags.num_machines or 1) > 1 and flags.main_process_port is None:
+    if (
+        values.get("main_process_port") == 0
+        and (flags.num_machines or 1) > 1
+        and flags.main_process_port is None
+    ):
         raise ValueError(
             f"`--num_machines` is {flags.num_machines}, and {path.name} lets each machine choose its port: take the "
             "config that ends in `_multi_node`, or give `--main_process_port`."
         )
-    given = [part for flag in FLAGS if (each := getattr(flags, flag)) is not None for part in (f"--{flag}", str(each))]
+    given = [
+        part
+        for flag in FLAGS
+        if (each := getattr(flags, flag)) is not None
+        for part in (f"--{flag}", str(each))
+    ]
     return ["--config_file", str(path), *given, "-m", "hf_descent.cli", *rest]
 
 
 def check_processes(command: str, processes: int) -> None:
     """ValueError where each of several processes would do the whole work of `command`, over the others' files."""
     if processes > 1 and command not in TRAINING:
-        raise ValueError(f"`hf-descent {command}` works in one process; several are for {', '.join(TRAINING)}.")
+        raise ValueError(
+            f"`hf-descent {command}` works in one process; several are for {', '.join(TRAINING)}."
+        )
 
 
 def launch(arguments: Sequence[str]) -> None:

@@ -48,21 +48,36 @@ class PlanArguments:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command of the recipe, then the arguments of the plan and of that command."""
-    recipes, usage = models_of(argv), f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
+    recipes, usage = (
+        models_of(argv),
+        f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]",
+    )
     if len(recipes) != 1 and not HELP & {*argv}:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
-    with open(recipes[0], "rb") if recipes else nullcontext("") as file:  # an error in it names the file
+    with (
+        open(recipes[0], "rb") if recipes else nullcontext("") as file
+    ):  # an error in it names the file
         names = {*(yaml.safe_load(file) or ())}
 
     def unknown(module) -> int:
         return len(names - {field.name for each in module.argument_types for field in fields(each)})
 
     module = importlib.import_module("hf_descent.commands.classify")
-    if unknown(module) or importlib.util.find_spec("trl"):  # a recipe that suits both is taken for one of `sft`
+    if unknown(module) or importlib.util.find_spec(
+        "trl"
+    ):  # a recipe that suits both is taken for one of `sft`
         module = min(importlib.import_module("hf_descent.commands.sft"), module, key=unknown)
-    flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true", "--tf32", "false"] if recipes else argv
+    flags = (
+        ["--config", *recipes, *argv[1:], "--use_cpu", "true", "--tf32", "false"]
+        if recipes
+        else argv
+    )
     return module, *parse_recipe(
-        (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description
+        (PlanArguments, *module.argument_types),
+        flags,
+        prog=prog,
+        usage=usage,
+        description=description,
     )
 
 
@@ -70,19 +85,27 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     """Prints the plan: a step as configured, and with other settings."""
     given = {**vars(model_args), **vars(args), **(args.activation_checkpointing_kwargs or {})}
     unplanned = [name for name in UNPLANNED if given.get(name)]
-    unplanned += ["optim"] if "bit" in args.optim else []  # those of other libraries, paged or in few bits
+    unplanned += (
+        ["optim"] if "bit" in args.optim else []
+    )  # those of other libraries, paged or in few bits
     unplanned += ["attn_implementation"] if given.get("attn_implementation") == "eager" else []
     unplanned += ["loss_type"] if given.get("loss_type", "nll") != "nll" else []
     for name in unplanned:
         raise ValueError(f"`{name}` is {given[name]!r}, which cannot be planned: leave it out.")
     is_lm, rows = hasattr(args, "max_length"), args.per_device_train_batch_size
     if not (length := args.max_length if is_lm else data_args.max_seq_length):
-        raise ValueError(f"Say how long rows are: set `{'max_length' if is_lm else 'max_seq_length'}`.")
+        raise ValueError(
+            f"Say how long rows are: set `{'max_length' if is_lm else 'max_seq_length'}`."
+        )
 
     def batch(rows: int) -> dict[str, Any]:
-        ids = torch.arange(length).repeat(rows, 1) % 7  # any tokens do; some classifiers count those that end a text
+        ids = (
+            torch.arange(length).repeat(rows, 1) % 7
+        )  # any tokens do; some classifiers count those that end a text
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return given | ({"labels": ids, "use_cache": False} if is_lm else {"labels": torch.arange(rows) % 2})
+        return given | (
+            {"labels": ids, "use_cache": False} if is_lm else {"labels": torch.arange(rows) % 2}
+        )
 
     def planned(model_args: Any) -> PlannedModel:
         return PlannedModel(partial(load, module, model_args), batch(rows), token_statistics=is_lm)
@@ -91,7 +114,9 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
 
     def cost_of(setting: tuple[str, Any]) -> StepCost | None:
         name, value = setting
-        with nullcontext() if name == "objective" else suppress(ValueError):  # not every model can have every setting
+        with (
+            nullcontext() if name == "objective" else suppress(ValueError)
+        ):  # not every model can have every setting
             if name == "processes":
                 with model.sharded(value) as first:
                     return first.step(batch(rows), args)
@@ -106,21 +131,41 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     size = f"{micro_batches} micro-batches of {size}" if micro_batches > 1 else size
     changes = {"activation_checkpointing": not args.activation_checkpointing}
     if (fraction := getattr(model.layers, "token_fraction", None)) is not None:
-        changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else DEFAULT
+        changes["readout_token_fraction"] = (
+            1.0 if (args.readout_token_fraction or fraction) < 1 else DEFAULT
+        )
     changes |= {"per_device_train_batch_size": 2 * rows, "use_peft": not model_args.use_peft}
     settings = {f"as configured ({size})": ("objective", args.objective)}
     settings["plain training (`objective: erm`)"] = "objective", "erm"
     settings |= {f"`{name}: {value}`": (name, value) for name, value in changes.items()}
-    forks = sys.platform == "linux" and not torch.accelerator.is_available()  # else autograd fails in a forked process
-    jobs = [*settings.values(), ("processes", plan_args.processes)][::-1]  # the last ones take the longest
+    forks = (
+        sys.platform == "linux" and not torch.accelerator.is_available()
+    )  # else autograd fails in a forked process
+    jobs = [*settings.values(), ("processes", plan_args.processes)][
+        ::-1
+    ]  # the last ones take the longest
     # One thread, since a fork leaves the others behind.
-    with ProcessPoolExecutor(2, get_context("fork"), torch.set_num_threads, (1,)) if forks else nullcontext() as pool:
-        cost, plain, *_, fsdp2 = found = [*(pool.map(cost_of, jobs) if forks else map(cost_of, jobs))][::-1]
-    costs, launched = dict(zip(settings, found)), model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2}
-    costs |= {f"`--launch {name}`, {plan_args.processes} processes": each for name, each in launched.items()}
+    with (
+        ProcessPoolExecutor(2, get_context("fork"), torch.set_num_threads, (1,))
+        if forks
+        else nullcontext() as pool
+    ):
+        cost, plain, *_, fsdp2 = found = [
+            *(pool.map(cost_of, jobs) if forks else map(cost_of, jobs))
+        ][::-1]
+    costs, launched = (
+        dict(zip(settings, found)),
+        model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2},
+    )
+    costs |= {
+        f"`--launch {name}`, {plan_args.processes} processes": each
+        for name, each in launched.items()
+    }
     costs = {name: each for name, each in costs.items() if each is not None}
 
-    every, trained = (model.model.num_parameters(only_trainable=is_on) / 1e6 for is_on in (False, True))
+    every, trained = (
+        model.model.num_parameters(only_trainable=is_on) / 1e6 for is_on in (False, True)
+    )
     print(
         f"{type(model.model).__name__}: {model.layers.num_layers} layers, {every:,.1f} million weights, "
         f"{trained:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
@@ -137,7 +182,10 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
 
 def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
     """The costs in Markdown, a row each."""
-    lines = [f"| | {' | '.join(PARTS)} | peak | operations: model | readout | fits |", "|---" * (len(PARTS) + 5) + "|"]
+    lines = [
+        f"| | {' | '.join(PARTS)} | peak | operations: model | readout | fits |",
+        "|---" * (len(PARTS) + 5) + "|",
+    ]
     for name, cost in costs.items():
         peak = cost.memory.total()
         cells = [f"{size / 2**30:.1f}" for size in (*(cost.memory[part] for part in PARTS), peak)]
@@ -147,13 +195,17 @@ def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
     return "\n".join(lines)
 
 
-def load(module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig]) -> torch.nn.Module:
+def load(
+    module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig]
+) -> torch.nn.Module:
     """The model that the command trains, with random weights; of what is pretrained `shape` changes the config."""
 
     def without_weights(cls, name, *_, config, dtype=None, **__):
         config = shape(config)
         text = config.get_text_config()
-        text.pad_token_id = getattr(text, "pad_token_id", None) or 0  # training takes the tokenizer's
+        text.pad_token_id = (
+            getattr(text, "pad_token_id", None) or 0
+        )  # training takes the tokenizer's
         return cls._from_config(config, **({} if dtype in (None, "auto") else {"dtype": dtype}))
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(without_weights)):

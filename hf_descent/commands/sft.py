@@ -23,7 +23,9 @@ argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
     if (name := model_args.model_name_or_path) is None:
-        raise ValueError("`model_name_or_path` is not given; name a model on the Hub or in a local folder.")
+        raise ValueError(
+            "`model_name_or_path` is not given; name a model on the Hub or in a local folder."
+        )
     kind = "" if args.trust_remote_code else architecture_of(name)
     if kind and not kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise ValueError(f"`model_name_or_path` is {name!r}, a {kind}; give a language model.")
@@ -31,7 +33,9 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
     hub = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(name, **hub)
     with args.main_process_first(desc="loading"):
-        dataset = load_alpaca(data_args, tokenizer, gets_template=args.chat_template_path is not None)
+        dataset = load_alpaca(
+            data_args, tokenizer, gets_template=args.chat_template_path is not None
+        )
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -50,4 +54,11 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
         )
     trainer.accelerator.print(trainer.preview())
     score = "mean_token_accuracy"
-    train_and_report(trainer, resume, partial(report, trainer, dataset, score), model_args, data_args, score=score)
+    train_and_report(
+        trainer,
+        resume,
+        partial(report, trainer, dataset, score),
+        model_args,
+        data_args,
+        score=score,
+    )

@@ -25,8 +25,13 @@ th, td {font-weight: normal; white-space: nowrap}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="text classifier or causal language model: a run's folder, or a name on the Hub")
-    parser.add_argument("--port", type=int, help="port on this machine; by default the first free one from 7860 on")
+    parser.add_argument(
+        "model",
+        help="text classifier or causal language model: a run's folder, or a name on the Hub",
+    )
+    parser.add_argument(
+        "--port", type=int, help="port on this machine; by default the first free one from 7860 on"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,7 +55,11 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
     is_classifier = "ForSequenceClassification" in type(model).__name__
 
     def name(number: int) -> str:
-        return str(model.config.id2label[number]) if is_classifier else repr(tokenizer.decode([number]))
+        return (
+            str(model.config.id2label[number])
+            if is_classifier
+            else repr(tokenizer.decode([number]))
+        )
 
     def show(text: str, threshold: float, gamma: float) -> str:
         if not text:
@@ -67,10 +76,18 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
         gradio.Markdown(f"## {escape(type(model).__name__)}, layer by layer")
         text = gradio.Textbox(label="Text", placeholder="Type a text, then Enter")
         with gradio.Row():
-            least = gradio.Slider(0, 1, threshold, step=0.01, label="Exit once the uncertainty is below")
+            least = gradio.Slider(
+                0, 1, threshold, step=0.01, label="Exit once the uncertainty is below"
+            )
             gamma = gradio.Slider(0, 3, 0, step=0.05, label="Noise on the embeddings (gamma)")
         table = gradio.HTML(css_template=CSS)
-        gradio.on([text.submit, least.change, gamma.change], show, [text, least, gamma], table, api_name="show")
+        gradio.on(
+            [text.submit, least.change, gamma.change],
+            show,
+            [text, least, gamma],
+            table,
+            api_name="show",
+        )
     return page
 
 
@@ -82,7 +99,9 @@ def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Ten
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
     count, limit = inputs["input_ids"].shape[1], position_limit(model)
     if not count or count > (limit or count):
-        raise ValueError(f"The text has {count} tokens; the model takes 1 to {limit or 'any number'}.")
+        raise ValueError(
+            f"The text has {count} tokens; the model takes 1 to {limit or 'any number'}."
+        )
 
     def score(outputs) -> torch.Tensor:
         logits = output_logits(outputs)[0]  # [classes] or [seq, vocabulary]
@@ -92,19 +111,30 @@ def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Ten
     with evaluating(model), noise:
         logits = torch.stack(reader.read(inputs, score))
     if logits.shape[1] < 2:
-        raise ValueError(f"{type(model).__name__} has {logits.shape[1]} output; give a model of two classes or more.")
+        raise ValueError(
+            f"{type(model).__name__} has {logits.shape[1]} output; give a model of two classes or more."
+        )
     return logits
 
 
-def as_html(clean: torch.Tensor, draws: list[torch.Tensor], threshold: float, name: Callable[[int], str]) -> str:
+def as_html(
+    clean: torch.Tensor, draws: list[torch.Tensor], threshold: float, name: Callable[[int], str]
+) -> str:
     """A sentence and a table of the logits `[layers, classes]`: `clean` without noise, `draws` for each noise draw."""
 
     def exit_of(logits: torch.Tensor) -> int:
-        return next((layer for layer, each in enumerate(uncertainty(logits), 1) if each < threshold), len(logits))
+        return next(
+            (layer for layer, each in enumerate(uncertainty(logits), 1) if each < threshold),
+            len(logits),
+        )
 
     def best(probabilities: torch.Tensor) -> str:
-        shares, numbers = (found.tolist() for found in probabilities.topk(min(LISTED, len(probabilities))))
-        return escape(", ".join(f"{name(number)} {share:.1%}" for share, number in zip(shares, numbers)))
+        shares, numbers = (
+            found.tolist() for found in probabilities.topk(min(LISTED, len(probabilities)))
+        )
+        return escape(
+            ", ".join(f"{name(number)} {share:.1%}" for share, number in zip(shares, numbers))
+        )
 
     number, noisy_exits = exit_of(clean), [exit_of(logits) for logits in draws]
     columns = {
@@ -117,9 +147,13 @@ def as_html(clean: torch.Tensor, draws: list[torch.Tensor], threshold: float, na
         noisy = torch.stack(draws, dim=1)  # [layers, draws, classes]
         kept = (noisy.argmax(-1) == clean.argmax(-1)[:, None]).sum(1)  # [layers]
         columns["kept under noise"] = [f"{count} of {len(draws)}" for count in kept]
-        columns["mean predictions under noise"] = [best(logits.softmax(-1).mean(0)) for logits in noisy]
+        columns["mean predictions under noise"] = [
+            best(logits.softmax(-1).mean(0)) for logits in noisy
+        ]
         summary += f" Under noise after layers {min(noisy_exits)} to {max(noisy_exits)}."
     rows = ["".join(f"<td>{cell}</td>" for cell in cells) for cells in zip(*columns.values())]
-    rows = [f"<tr{' class=exit' * (layer == number)}>{row}</tr>" for layer, row in enumerate(rows, 1)]
+    rows = [
+        f"<tr{' class=exit' * (layer == number)}>{row}</tr>" for layer, row in enumerate(rows, 1)
+    ]
     head = "".join(f"<th>{title}</th>" for title in columns)
     return f"<p>{summary}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

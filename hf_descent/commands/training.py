@@ -21,16 +21,22 @@ from .arguments import absolute
 class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
 
-    searched: ClassVar[bool] = False  # whether the validation rows choose between this run and others
+    searched: ClassVar[bool] = (
+        False  # whether the validation rows choose between this run and others
+    )
 
-    overwrite_output_dir: bool = HfArg(default=False, help="Train from scratch in a used folder; checkpoints stay.")
+    overwrite_output_dir: bool = HfArg(
+        default=False, help="Train from scratch in a used folder; checkpoints stay."
+    )
 
 
 def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | bool | None:
     """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
     ValueError for an adapter, or where the output folder holds something, and nothing says to resume or overwrite."""
     if (name := model_args.model_name_or_path) and find_json(name, ADAPTER):
-        raise ValueError(f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes.")
+        raise ValueError(
+            f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes."
+        )
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
@@ -45,7 +51,11 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
 
 
 def train_and_report(
-    trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None], *arguments: Any, score: str = "loss"
+    trainer: DescentMixin,
+    resume: str | bool | None,
+    report: Callable[[], None],
+    *arguments: Any,
+    score: str = "loss",
 ) -> None:
     """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
 
@@ -54,8 +64,12 @@ def train_and_report(
     """
     chosen_by = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
     if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
-        raise ValueError(f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'.")
-    trainer.command = json_value({name: value for each in arguments for name, value in vars(each).items()})
+        raise ValueError(
+            f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'."
+        )
+    trainer.command = json_value(
+        {name: value for each in arguments for name, value in vars(each).items()}
+    )
     trainer._record = replace(trainer._record, searched="searched" in trainer.command)
     args, folder = trainer.args, RunFolder(trainer.args.output_dir)
     record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
@@ -70,7 +84,9 @@ def train_and_report(
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_world_process_zero():
         # Of the weights that are overwritten now.
-        card = ["README.md"] * (folder.path / folder.CARD).exists()  # else the text is the user's own
+        card = ["README.md"] * (
+            folder.path / folder.CARD
+        ).exists()  # else the text is the user's own
         folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json", *card)
         write_json(folder.path / folder.DATA, record)
     trainer.save_model()
@@ -89,7 +105,10 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     given, `noise_curve.json`.
     """
     args = trainer.args
-    drop_last, args.dataloader_drop_last = args.dataloader_drop_last, False  # Trainer would drop evaluated rows, too
+    drop_last, args.dataloader_drop_last = (
+        args.dataloader_drop_last,
+        False,
+    )  # Trainer would drop evaluated rows, too
     scores = f"{'':10} {'accuracy':>10} {'loss':>10}"
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
@@ -100,7 +119,9 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
         scores += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
 
     # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
-    gammas = sorted({args.gamma_train, 0.0}, reverse=True)  # last without noise: metrics and card have that one
+    gammas = sorted(
+        {args.gamma_train, 0.0}, reverse=True
+    )  # last without noise: metrics and card have that one
     profiles = [trainer.evaluate_layers(dataset[split], gamma=gamma) for gamma in gammas]
     results = {f"layer_profile{profile.ending}": profile for profile in profiles}
     if args.eval_gammas:
@@ -109,9 +130,17 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     trainer.save_metrics(prefix, metrics | metrics_of(results, prefix))
     if trainer.is_world_process_zero():
         RunFolder(args.output_dir).write(results)
-        print("\n\n".join([scores, f"Of the {split} rows:", tables(results), f"Written to {args.output_dir}"]))
+        print(
+            "\n\n".join(
+                [scores, f"Of the {split} rows:", tables(results), f"Written to {args.output_dir}"]
+            )
+        )
 
 
 def metrics_of(results: Mapping[str, Result], prefix: str) -> dict[str, float]:
     """The metrics of all results, with a prefix; where they share a name, those of the later one."""
-    return {f"{prefix}_{name}": value for result in results.values() for name, value in result.to_dict().items()}
+    return {
+        f"{prefix}_{name}": value
+        for result in results.values()
+        for name, value in result.to_dict().items()
+    }

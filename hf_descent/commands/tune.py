@@ -34,11 +34,16 @@ PENALTIES = ("hinge", "quadratic")
 class TuneArguments:
     """How settings are searched."""
 
-    n_trials: int = HfArg(default=5, help="Runs to make in all (5 in the paper); a resumed study makes the rest.")
-    search_space: str | None = HfArg(
-        default=None, help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one."
+    n_trials: int = HfArg(
+        default=5, help="Runs to make in all (5 in the paper); a resumed study makes the rest."
     )
-    tune_gamma: float | None = HfArg(default=None, help="Noise level to judge trials at; None: training's largest.")
+    search_space: str | None = HfArg(
+        default=None,
+        help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one.",
+    )
+    tune_gamma: float | None = HfArg(
+        default=None, help="Noise level to judge trials at; None: training's largest."
+    )
 
     def __post_init__(self):
         check_arguments(self, {"n_trials": 1, "tune_gamma": (0, LARGEST)})
@@ -48,7 +53,9 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command, then its own arguments and those of the search."""
     command = argv[0] if argv and argv[0] in TRAINING else None
     if command is None and not HELP & {*argv}:
-        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING)}.")
+        raise ValueError(
+            f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING)}."
+        )
     module = importlib.import_module(f"hf_descent.commands.{command or TRAINING[0]}")
     types, words = (TuneArguments, *module.argument_types), argv[1:] if command else argv
     usage = f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]"
@@ -61,12 +68,19 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
-    tests = {name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
-    data_args = replace(data_args, **tests)  # so that the reports of the command are on validation rows
+    tests = {
+        name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)
+    }
+    data_args = replace(
+        data_args, **tests
+    )  # so that the reports of the command are on validation rows
 
     def objective(trial) -> float:
         folder = os.path.join(args.output_dir, f"trial-{trial.number}")
-        settings = hp_space(trial, ranges) | {"output_dir": folder, "eval_gammas": sorted({0.0, gamma})}
+        settings = hp_space(trial, ranges) | {
+            "output_dir": folder,
+            "eval_gammas": sorted({0.0, gamma}),
+        }
         trial_args = replace(model_args, overwrite_output_dir=True)
         trial_args.searched = True
         try:
@@ -84,13 +98,22 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     setup = {"gamma": gamma, "search": "bayes", "search_space": ranges}
     setup |= asdict(model_args) | asdict(data_args) | training_arguments(args)
     os.makedirs(args.output_dir, exist_ok=True)
-    storage, name = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}", f"bayes {Hasher.hash(setup)[:12]}"
-    study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+    storage, name = (
+        f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
+        f"bayes {Hasher.hash(setup)[:12]}",
+    )
+    study = optuna.create_study(
+        storage=storage, study_name=name, direction="maximize", load_if_exists=True
+    )
     if not study.trials and any(name.startswith("trial-") for name in os.listdir(args.output_dir)):
-        raise ValueError(f"`output_dir` {args.output_dir!r} holds the trials of another search: name another folder.")
+        raise ValueError(
+            f"`output_dir` {args.output_dir!r} holds the trials of another search: name another folder."
+        )
     state = optuna.trial.TrialState
     for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
-        study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
+        study.tell(
+            killed.number, state=state.FAIL
+        )  # or a sampler would keep away from its settings
     # A killed or failed run is made again.
     finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
     for number in range(len(finished), tune_args.n_trials):
@@ -100,16 +123,27 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         study.optimize(objective, n_trials=1)
     ranked = rank(study.trials)
     if not ranked:
-        raise ValueError(f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates.")
-    trials = [{"trial": t.number, "value": abs(t.value), **t.user_attrs, "settings": t.params} for t in ranked]
+        raise ValueError(
+            f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates."
+        )
+    trials = [
+        {"trial": t.number, "value": abs(t.value), **t.user_attrs, "settings": t.params}
+        for t in ranked
+    ]
     found = {"gamma": gamma, "search": "bayes", "trials": trials}
     write_json(os.path.join(args.output_dir, "study.json"), found, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
         settings = trial["settings"].items()
-        shown = ", ".join(f"{name} {value:{'.3g' if type(value) is float else ''}}" for name, value in settings)
-        print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
-    print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
+        shown = ", ".join(
+            f"{name} {value:{'.3g' if type(value) is float else ''}}" for name, value in settings
+        )
+        print(
+            f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}"
+        )
+    print(
+        f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}"
+    )
 
 
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:
@@ -127,8 +161,14 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
         ranges = json.loads(tune_args.search_space)
     except ValueError:
         ranges = None
-    if not isinstance(ranges, dict) or not ranges or not all(isinstance(values, list) for values in ranges.values()):
-        raise ValueError(f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists.")
+    if (
+        not isinstance(ranges, dict)
+        or not ranges
+        or not all(isinstance(values, list) for values in ranges.values())
+    ):
+        raise ValueError(
+            f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists."
+        )
     for name, values in ranges.items():
         for value in values:
             args.from_training_arguments(args, **{name: value})  # raises here what a trial would
@@ -139,11 +179,17 @@ def judge(folder: str, gamma: float) -> tuple[float, dict[str, Any]]:
     """The metric at `gamma` in a trial's folder, and the metric without noise, feasibility (see [`Run`]) and order."""
     found = Run.load(folder)
     values = dict(zip(found.curve.gammas.tolist(), found.curve.mean.tolist()))
-    facts = {"clean": values[0.0], "feasible": found.feasible, "greater_is_better": found.curve.greater_is_better}
+    facts = {
+        "clean": values[0.0],
+        "feasible": found.feasible,
+        "greater_is_better": found.curve.greater_is_better,
+    }
     return values[gamma], facts
 
 
 def rank(trials) -> list:
     """The completed trials, best first: feasible ones (and those without constraints) before infeasible ones."""
     completed = [trial for trial in trials if trial.value is not None]
-    return sorted(completed, key=lambda t: (t.user_attrs.get("feasible") is not False, t.value), reverse=True)
+    return sorted(
+        completed, key=lambda t: (t.user_attrs.get("feasible") is not False, t.value), reverse=True
+    )

@@ -41,7 +41,16 @@ class Multipliers:
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
     BOUND, DAMPING = 0.05, 200.0  # of "pi": the violation above which it is all the same, and K
-    _TENSORS = ("values", "slacks", "mean", "square", "slack_mean", "slack_square", "steps", "slack_steps")
+    _TENSORS = (
+        "values",
+        "slacks",
+        "mean",
+        "square",
+        "slack_mean",
+        "slack_square",
+        "steps",
+        "slack_steps",
+    )
 
     def __init__(
         self,
@@ -75,7 +84,9 @@ class Multipliers:
 
         self.steps += 1
         self.slack_steps += 1
-        ascent = self._direction(violations - self.relaxation, self.mean, self.square, self.steps)  # [layers]
+        ascent = self._direction(
+            violations - self.relaxation, self.mean, self.square, self.steps
+        )  # [layers]
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
             excess = self.slacks / self.resilience - self.values
@@ -106,8 +117,12 @@ class Multipliers:
             current = getattr(self, name)
             if name not in state or state[name].shape != current.shape:
                 found = tuple(state[name].shape) if name in state else "nothing"
-                raise ValueError(f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed.")
-            if not state[name].isfinite().all() or (not name.endswith("mean") and (state[name] < 0).any()):
+                raise ValueError(
+                    f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed."
+                )
+            if not state[name].isfinite().all() or (
+                not name.endswith("mean") and (state[name] < 0).any()
+            ):
                 raise ValueError(f"The dual state '{name}' holds negative or non-finite values.")
             setattr(self, name, state[name].to(current, copy=True))
 

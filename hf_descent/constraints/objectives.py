@@ -22,7 +22,11 @@ import torch
 
 
 OBJECTIVES = ("descent", "erm", "deep_supervision", "layerskip", "fixed", "hinge", "quadratic")
-UNCONSTRAINED = ("erm", "deep_supervision", "layerskip")  # which ask nothing of a layer in terms of the one below
+UNCONSTRAINED = (
+    "erm",
+    "deep_supervision",
+    "layerskip",
+)  # which ask nothing of a layer in terms of the one below
 
 
 @dataclass
@@ -34,7 +38,9 @@ class StepObjective:
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
     trained: Sequence[int]  # layers that it depends on at some step of the run
-    is_linear: bool = True  # whether the weights of the layer losses are known before the forward pass
+    is_linear: bool = (
+        True  # whether the weights of the layer losses are known before the forward pass
+    )
 
 
 def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> torch.Tensor:
@@ -43,7 +49,9 @@ def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> tor
     return coefficient * (excess.sum() if objective == "hinge" else 0.5 * excess.square().sum())
 
 
-def layerskip_enabled(layer: Any, num_layers: int, step: int, max_steps: int, rotation: int | None) -> Any:
+def layerskip_enabled(
+    layer: Any, num_layers: int, step: int, max_steps: int, rotation: int | None
+) -> Any:
     """Whether LayerSkip's curriculum C(t, l) enables the exit after a layer at step t = 0, 1, ... of T = `max_steps`.
 
     Rotational, where `rotation` is R: every R-th exit, rotated by a layer with each step. Gradual, where it is `None`:
@@ -57,7 +65,12 @@ def layerskip_enabled(layer: Any, num_layers: int, step: int, max_steps: int, ro
 
 
 def layerskip_weights(
-    num_layers: int, step: int, max_steps: int, rotation: int | None, scale: float, device: torch.device | str = "cpu"
+    num_layers: int,
+    step: int,
+    max_steps: int,
+    rotation: int | None,
+    scale: float,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """LayerSkip's weights `[L]` of the layer losses at a step, which add up to 1; see [`layerskip_enabled`].
 

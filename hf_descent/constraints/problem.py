@@ -41,7 +41,9 @@ SMALLEST, LARGEST = 1e-12, 1e12
 PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
 # The tolerance of a row as a share of the decrease that it asks for. Exits and bounds promise a number and have none.
 TOLERANCE = 0.1
-AT_CHANCE = 0.98  # a loss from this share of that of a constant prediction on is no sign of learning
+AT_CHANCE = (
+    0.98  # a loss from this share of that of a constant prediction on is no sign of learning
+)
 ARGUMENTS = (  # of a problem, as they are saved; version 0.1 has fewer
     "alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss", "descent_strength",
     "exit_targets", "loss_targets",
@@ -105,7 +107,9 @@ class DescentProblem:
     ):
         self.num_layers = num_layers
         self.follows = isinstance(alpha, str) and alpha in PATHS
-        self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")
+        self.alpha = (
+            alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")
+        )
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
         self.chance_loss = None if chance_loss is None else check_initial_loss_bound(chance_loss)
@@ -119,9 +123,15 @@ class DescentProblem:
                 f"No layer has a constraint, of {num_layers}: `constrained_layers` is {constrained_layers}, a line "
                 "leaves the last one free, and there are no targets; give targets or other layers."
             )
-        self.num_rows = (0 if self.alpha is None else num_layers) + len(self.exit_targets) + len(self.loss_targets)
+        self.num_rows = (
+            (0 if self.alpha is None else num_layers)
+            + len(self.exit_targets)
+            + len(self.loss_targets)
+        )
         self.layers = sorted({row.layer for row in self.rows})
-        self._index = torch.tensor([row.index for row in self.rows])  # this and the following: [constraints]
+        self._index = torch.tensor(
+            [row.index for row in self.rows]
+        )  # this and the following: [constraints]
         self._layer = torch.tensor([row.layer for row in self.rows])
         self._reference = torch.tensor([row.reference for row in self.rows])
         self._is_target = torch.tensor([row.kind in ("exit", "bound") for row in self.rows])
@@ -129,7 +139,9 @@ class DescentProblem:
         # The share of what a row asks for to which a margin may lower it.
         least = [{"exit": 1 / row.factor, "bound": 0.0}.get(row.kind, 1.0) for row in self.rows]
         self._least_share = torch.tensor(least)
-        self._factor = torch.tensor([row.factor for row in self.rows])  # in float32 alone, since MPS has no float64
+        self._factor = torch.tensor(
+            [row.factor for row in self.rows]
+        )  # in float32 alone, since MPS has no float64
         self._power = torch.tensor([row.power for row in self.rows])
 
     def _layer_rows(self) -> Iterator[Row]:
@@ -140,7 +152,9 @@ class DescentProblem:
             name, index, strength = f"{layer}", layer - 1, self.descent_strength
             if self.alpha == "line":
                 if layer < self.num_layers:  # the last layer lies on the line
-                    yield Row(name, "line", index, layer, 0, power=strength * layer / self.num_layers)
+                    yield Row(
+                        name, "line", index, layer, 0, power=strength * layer / self.num_layers
+                    )
             elif self.alpha == "steps":
                 yield Row(name, "steps", index, layer, reference, power=strength / len(layers))
             else:
@@ -169,7 +183,11 @@ class DescentProblem:
         return self
 
     def violations(
-        self, layer_losses: torch.Tensor, level: torch.Tensor | None = None, margin: float = 0.0, detach: bool = False
+        self,
+        layer_losses: torch.Tensor,
+        level: torch.Tensor | None = None,
+        margin: float = 0.0,
+        detach: bool = False,
     ) -> torch.Tensor:
         """g = f_l - c f_ref of the losses f `[L]`; `[rows]`.
 
@@ -194,7 +212,9 @@ class DescentProblem:
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         asked, reference = self._asked(losses, losses[-1], detach=True)
         tolerances = torch.where(self._is_target, 0.0, TOLERANCE * (reference - asked))
-        return self._over_rows(asked), self._over_rows(torch.where(self._asks(losses[-1]), tolerances, 0.0))
+        return self._over_rows(asked), self._over_rows(
+            torch.where(self._asks(losses[-1]), tolerances, 0.0)
+        )
 
     def weights(
         self, multipliers: torch.Tensor, level: torch.Tensor | None = None, detach: bool = False
@@ -206,16 +226,23 @@ class DescentProblem:
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
         active = multipliers[self._index]
-        weights = multipliers.new_zeros(self.num_layers + 2)  # for f_0, the layers, and the number 1
+        weights = multipliers.new_zeros(
+            self.num_layers + 2
+        )  # for f_0, the layers, and the number 1
         weights[self.num_layers : -1].fill_(1.0)  # an assignment would copy from the host
         weights.index_add_(0, self._layer, active)
         if not detach:
             factors = self._factors_at(multipliers.dtype, level)
-            weights.index_add_(0, self._reference, torch.where(self._is_fixed, 0.0, -factors * active))
+            weights.index_add_(
+                0, self._reference, torch.where(self._is_fixed, 0.0, -factors * active)
+            )
         return weights[1:-1]
 
     def lagrangian(
-        self, layer_losses: torch.Tensor, multipliers: torch.Tensor, level: torch.Tensor | None = None
+        self,
+        layer_losses: torch.Tensor,
+        multipliers: torch.Tensor,
+        level: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """f_L + the sum of multipliers times violations (paper, equation 5); a scalar."""
         violations = self.violations(layer_losses, level)
@@ -247,8 +274,13 @@ class DescentProblem:
         1 is an even geometric descent, 0 a layer at chance. A worse last layer raises it: never quote it without f_L.
         `None` where it says nothing: chance was not measured, f_L is not below it, or a loss is not positive.
         """
-        layers = torch.tensor([layer for layer in self.constrained_layers if layer < self.num_layers])
-        losses, chance = self._checked("layer_losses", layer_losses, self.num_layers).cpu().double(), self.chance_loss
+        layers = torch.tensor(
+            [layer for layer in self.constrained_layers if layer < self.num_layers]
+        )
+        losses, chance = (
+            self._checked("layer_losses", layer_losses, self.num_layers).cpu().double(),
+            self.chance_loss,
+        )
         if not len(layers) or chance is None or not (losses > 0).all() or not losses[-1] < chance:
             return None
         heights = (chance / losses).log()
@@ -265,7 +297,9 @@ class DescentProblem:
         """The problem in plain Python values; the keyword arguments of the constructor."""
         return {name: getattr(self, name) for name in ARGUMENTS}
 
-    def _asked(self, losses: torch.Tensor, level: torch.Tensor, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _asked(
+        self, losses: torch.Tensor, level: torch.Tensor, detach: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""
         first, last = losses.new_full((1,), self.initial_loss_bound), losses.new_ones(1)
         references = torch.cat([first, losses, last])  # [1 + layers + 1]
@@ -284,7 +318,9 @@ class DescentProblem:
         """The factors `[constraints]` at a level."""
         factors = self._factor
         if dtype != factors.dtype:
-            factors = torch.tensor([row.factor for row in self.rows], dtype=dtype, device=factors.device)
+            factors = torch.tensor(
+                [row.factor for row in self.rows], dtype=dtype, device=factors.device
+            )
         if not self.follows or level is None:
             return factors
         ratio = torch.where(self._is_between(level), level.detach() / self.initial_loss_bound, 1.0)
@@ -307,11 +343,15 @@ def largest_rise(layer_losses: torch.Tensor) -> float | None:
     return (layer_losses[1:] / layer_losses[:-1]).max().item() - 1
 
 
-def check_targets(name: str, targets: Mapping[int, float] | None, num_layers: int | None = None) -> dict[int, float]:
+def check_targets(
+    name: str, targets: Mapping[int, float] | None, num_layers: int | None = None
+) -> dict[int, float]:
     """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
     exits = name == "exit_targets"
     try:
-        found = {int(f"{layer}"): float(as_python(value)) for layer, value in (targets or {}).items()}
+        found = {
+            int(f"{layer}"): float(as_python(value)) for layer, value in (targets or {}).items()
+        }
     except (AttributeError, TypeError, ValueError):
         found = {0: 0.0}
     last = None if num_layers is None else num_layers - exits
@@ -320,20 +360,36 @@ def check_targets(name: str, targets: Mapping[int, float] | None, num_layers: in
         if layer < 1 or (last is not None and layer > last) or not least <= value <= LARGEST:
             layers = "layers, from 1 on," if last is None else f"layers 1 to {last}"
             layers = "layers below the last (this model has one layer)" if last == 0 else layers
-            what = "a share of 0 or more that the loss may be higher than f_L" if exits else "a loss above 0"
-            raise ValueError(f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}.")
+            what = (
+                "a share of 0 or more that the loss may be higher than f_L"
+                if exits
+                else "a loss above 0"
+            )
+            raise ValueError(
+                f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}."
+            )
     return dict(sorted(found.items()))
 
 
-def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None, name="descent_alpha") -> list[float]:
+def check_alpha(
+    alpha: float | Sequence[float], num_layers: int | None = None, name="descent_alpha"
+) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
     values = as_python(alpha)
     try:
-        values = [float(a) for a in values] if isinstance(values, list) else [float(values)] * (num_layers or 1)
+        values = (
+            [float(a) for a in values]
+            if isinstance(values, list)
+            else [float(values)] * (num_layers or 1)
+        )
     except (TypeError, ValueError):
-        raise ValueError(f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
+        raise ValueError(
+            f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer."
+        ) from None
     if num_layers is not None and len(values) != num_layers:
-        raise ValueError(f"`{name}` has {len(values)} values but the model has {num_layers} layers: give all.")
+        raise ValueError(
+            f"`{name}` has {len(values)} values but the model has {num_layers} layers: give all."
+        )
     if not values or not all(0.0 < a < 1.0 for a in values):
         raise ValueError(f"`{name}` is {alpha}; every step size must lie strictly between 0 and 1.")
     return values
@@ -351,16 +407,24 @@ def check_initial_loss_bound(bound: float) -> float:
     return float(value)
 
 
-def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | None = None) -> list[int] | None:
+def check_constrained_layers(
+    layers: Sequence[int] | None, num_layers: int | None = None
+) -> list[int] | None:
     """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
     if layers is None:
         return None if num_layers is None else list(range(1, num_layers + 1))
     values = as_python(layers)
-    are_layers = isinstance(values, list) and values and all(isinstance(layer, int) for layer in values)
+    are_layers = (
+        isinstance(values, list) and values and all(isinstance(layer, int) for layer in values)
+    )
     if not are_layers or any(after <= before for before, after in pairwise([0, *values])):
-        raise ValueError(f"`constrained_layers` is {layers!r}; give a list of increasing integers from 1 on.")
+        raise ValueError(
+            f"`constrained_layers` is {layers!r}; give a list of increasing integers from 1 on."
+        )
     if num_layers is not None and values[-1] > num_layers:
-        raise ValueError(f"`constrained_layers` names layer {values[-1]} but the model has {num_layers} layers.")
+        raise ValueError(
+            f"`constrained_layers` names layer {values[-1]} but the model has {num_layers} layers."
+        )
     return values
 
 

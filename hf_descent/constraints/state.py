@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 # The first process speaks for all. Accelerate's logger does that, too, but fails in a loop without an `Accelerator`.
-logger.addFilter(lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank()))
+logger.addFilter(
+    lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+)
 
 STATE_NAME = "descent_state.safetensors"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
-DUAL_EVERY = 8  # steps from one reading of held-out rows to the next, which costs a third of one: some 4 %
+DUAL_EVERY = (
+    8  # steps from one reading of held-out rows to the next, which costs a third of one: some 4 %
+)
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
@@ -70,7 +74,9 @@ class DescentState:
         self.args, self.num_layers, self.max_steps = args, num_layers, max_steps
         self.device, self.held_out, self.constant = device, held_out, constant
         warmup = args.dual_warmup_steps
-        self.active_from = start_step + (math.ceil(warmup * max_steps) if warmup < 1 else int(warmup))
+        self.active_from = start_step + (
+            math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
+        )
         if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:
             logger.warning(
                 f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
@@ -80,7 +86,12 @@ class DescentState:
         self.problem: DescentProblem | None = None
         bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
         first, *_ = args.constrained_layers or [1]  # the line does not constrain the last layer
-        has_rows = args.layer_rows != "line" or args.exit_targets or args.loss_targets or first < num_layers
+        has_rows = (
+            args.layer_rows != "line"
+            or args.exit_targets
+            or args.loss_targets
+            or first < num_layers
+        )
         multipliers = args.fixed_multipliers
         if args.objective == "fixed" and isinstance(multipliers, str):
             run = find_json(multipliers, "descent_config.json")
@@ -89,12 +100,18 @@ class DescentState:
                 given = f"`fixed_multipliers` is {args.fixed_multipliers!r}, which holds no run with multipliers"
                 raise ValueError(f"{given}: give the folder of a constrained run, or a list.")
             self._take_problem(problem)
-        elif bound is not None and (has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
+        elif bound is not None and (
+            has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)
+        ):
             names = ("constrained_layers", "descent_strength", "exit_targets", "loss_targets")
             given = {name: getattr(args, name) for name in names}
-            self._take_problem(DescentProblem(args.layer_rows, bound, num_layers, chance_loss=chance, **given))
+            self._take_problem(
+                DescentProblem(args.layer_rows, bound, num_layers, chance_loss=chance, **given)
+            )
         elif args.objective not in objectives.UNCONSTRAINED and max_steps > 0:
-            raise ValueError("The loss of a constant prediction is not known: set `initial_loss_bound` to a number.")
+            raise ValueError(
+                "The loss of a constant prediction is not known: set `initial_loss_bound` to a number."
+            )
         self.multipliers = Multipliers(
             num_layers if self.problem is None else self.problem.num_rows,
             args.dual_learning_rate,
@@ -108,31 +125,47 @@ class DescentState:
         if self.problem is not None and args.objective == "fixed":
             rows = self.problem.num_rows
             if len(multipliers) != rows:
-                raise ValueError(f"`fixed_multipliers` has {len(multipliers)} values; give one per row, {rows}.")
-            if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in multipliers):
-                raise ValueError(f"`fixed_multipliers` is {multipliers}; multipliers are finite and not negative.")
+                raise ValueError(
+                    f"`fixed_multipliers` has {len(multipliers)} values; give one per row, {rows}."
+                )
+            if not all(
+                isinstance(value, int | float) and 0 <= value <= LARGEST for value in multipliers
+            ):
+                raise ValueError(
+                    f"`fixed_multipliers` is {multipliers}; multipliers are finite and not negative."
+                )
             self._set_multipliers(multipliers)
         # Running averages of the layer losses, the weight that makes up for their start at zero, and that of f_L^2.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.averages, self.average_weight, self.square = zeros(num_layers), zeros(1), zeros(1)
-        self.warmup_losses = zeros(num_layers)  # the averages at the end of warm-up; zeros where nothing was learned
+        self.warmup_losses = zeros(
+            num_layers
+        )  # the averages at the end of warm-up; zeros where nothing was learned
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._reported: set[str] = set()
-        self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = None  # step, violations, multipliers
+        self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = (
+            None  # step, violations, multipliers
+        )
 
     # ---- primal side ----
 
     def inactive(self, step: int) -> bool:
         """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
         objective = self.args.objective
-        return objective == "erm" or (objective not in objectives.UNCONSTRAINED and step < self.active_from)
+        return objective == "erm" or (
+            objective not in objectives.UNCONSTRAINED and step < self.active_from
+        )
 
     @property
     def trained_layers(self) -> list[int]:
         """The layers (1-based) whose losses the objective depends on at some step."""
         every, constrained = range(1, self.num_layers + 1), self.problem and self.problem.layers
-        layers = {"erm": (), "deep_supervision": self.args.constrained_layers or every, "layerskip": every[1:]}
+        layers = {
+            "erm": (),
+            "deep_supervision": self.args.constrained_layers or every,
+            "layerskip": every[1:],
+        }
         return sorted({*layers.get(self.args.objective, constrained), self.num_layers})
 
     def objective_at(self, step: int) -> objectives.StepObjective:
@@ -141,17 +174,25 @@ class DescentState:
         value = partial(self._objective, step=step)
         weighted = [self.num_layers] if self.inactive(step) else self.trained_layers
         if self.args.objective == "layerskip":
-            weighted = [each for each in weighted if objectives.layerskip_enabled(each, *self._curriculum(step))]
+            weighted = [
+                each
+                for each in weighted
+                if objectives.layerskip_enabled(each, *self._curriculum(step))
+            ]
         return objectives.StepObjective(value, weighted, self.trained_layers, is_linear)
 
-    def _objective(self, layer_losses: torch.Tensor, share: torch.Tensor, step: int) -> torch.Tensor:
+    def _objective(
+        self, layer_losses: torch.Tensor, share: torch.Tensor, step: int
+    ) -> torch.Tensor:
         if self.inactive(step):
             return layer_losses[-1]
         if self.args.objective in ("hinge", "quadratic"):
             # Divided by its share, a part is the micro-batch's own mean.
             own = layer_losses / torch.where(share > 0, share, 1.0)
             violations = self._violations(own, detach=self.args.negative_weights == "detach")
-            penalty = objectives.penalty(self.args.objective, violations, self.args.penalty_coefficient)
+            penalty = objectives.penalty(
+                self.args.objective, violations, self.args.penalty_coefficient
+            )
             return share * (own[-1] + penalty)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. Mixed
         # precision around a custom loop's call would round a product by `@`.
@@ -169,9 +210,13 @@ class DescentState:
             weights = self.problem.weights(self.multipliers.values, self.level, detach)
             weights = weights.clamp(min=0) if args.negative_weights == "clip" else weights
         elif args.objective == "layerskip":
-            weights = objectives.layerskip_weights(*self._curriculum(step), args.penalty_coefficient, self.device)
+            weights = objectives.layerskip_weights(
+                *self._curriculum(step), args.penalty_coefficient, self.device
+            )
         else:
-            weights = torch.zeros_like(self.averages).index_fill_(0, self._trained, args.penalty_coefficient)
+            weights = torch.zeros_like(self.averages).index_fill_(
+                0, self._trained, args.penalty_coefficient
+            )
             weights[-1:].fill_(1.0)  # an assignment would copy from the host
         return weights / weights.abs().sum() if args.normalize_weights else weights
 
@@ -182,7 +227,9 @@ class DescentState:
 
     # ---- dual side ----
 
-    def dual_step(self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None, layers=None) -> None:
+    def dual_step(
+        self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None, layers=None
+    ) -> None:
         """What follows an optimizer step: its layer losses `[L]` are logged, and the dual step is taken on them or,
         every `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads. Losses that are not finite, or are
         of no `items` (0), do not count."""
@@ -202,8 +249,12 @@ class DescentState:
         """A step of averages and multipliers on losses `[L]`, or `repeats` of them; none where one is not finite."""
         usable = torch.isfinite(layer_losses).all()
         weight = (1 - AVERAGE_DECAY**repeats) * usable
-        self.averages = (1 - weight) * self.averages + weight * torch.where(usable, layer_losses, 0.0)
-        self.square = (1 - weight) * self.square + weight * torch.where(usable, layer_losses[-1] ** 2, 0.0)
+        self.averages = (1 - weight) * self.averages + weight * torch.where(
+            usable, layer_losses, 0.0
+        )
+        self.square = (1 - weight) * self.square + weight * torch.where(
+            usable, layer_losses[-1] ** 2, 0.0
+        )
         self.average_weight = (1 - weight) * self.average_weight + weight
         if self.args.objective == "descent" and not self.inactive(step):
             violations = self._violations(layer_losses)
@@ -221,9 +272,13 @@ class DescentState:
     def has_learned(self) -> torch.Tensor:
         """Whether the running f_L is clearly below chance, by twice its error; of 5 batches none is known."""
         weight, mean = self.average_weight, self.mean_losses[-1]
-        batches = 2 / (1 - AVERAGE_DECAY) * weight / (2 - weight) / (DUAL_EVERY if self.held_out else 1)
+        batches = (
+            2 / (1 - AVERAGE_DECAY) * weight / (2 - weight) / (DUAL_EVERY if self.held_out else 1)
+        )
         variance = (self.square / weight - mean**2).clamp(min=0) / (batches - 5).clamp(min=0)
-        return mean + 2 * variance.sqrt() < (AT_CHANCE * self.problem.chance if self.problem else -math.inf)
+        return mean + 2 * variance.sqrt() < (
+            AT_CHANCE * self.problem.chance if self.problem else -math.inf
+        )
 
     @property
     def level(self) -> torch.Tensor:
@@ -248,17 +303,27 @@ class DescentState:
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
         args = self.args
-        names = ("exit_targets", "loss_targets", "constrained_layers", "descent_strength", "initial_loss_bound")
+        names = (
+            "exit_targets",
+            "loss_targets",
+            "constrained_layers",
+            "descent_strength",
+            "initial_loss_bound",
+        )
         given = args.descent_alpha not in (None, "auto")
         given = given or any(getattr(args, name) != getattr(type(args), name) for name in names)
         if self.problem is None or not given:
             self._take_problem(saved)
         if self.problem.rows == saved.rows:
             self._set_multipliers(summary["multipliers"])
-            self.warmup_losses = torch.tensor(summary.get("warmup_layer_losses", self.warmup_losses.tolist()))
+            self.warmup_losses = torch.tensor(
+                summary.get("warmup_layer_losses", self.warmup_losses.tolist())
+            )
 
     def _set_multipliers(self, values: Sequence[float]) -> None:
-        self.multipliers.load_state_dict(self.multipliers.state_dict() | {"values": torch.tensor(values)})
+        self.multipliers.load_state_dict(
+            self.multipliers.state_dict() | {"values": torch.tensor(values)}
+        )
 
     # ---- logs ----
 
@@ -282,7 +347,9 @@ class DescentState:
         if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
             logs |= _numbered("weight", self.weights(step))
         logs["max_violation"] = max(violations[row.index].item() for row in self.problem.rows)
-        logs["lagrangian"] = self.problem.lagrangian(losses, self.multipliers.values, self.level).item()
+        logs["lagrangian"] = self.problem.lagrangian(
+            losses, self.multipliers.values, self.level
+        ).item()
         return logs
 
     def report(self) -> dict[str, float]:
@@ -298,24 +365,43 @@ class DescentState:
         text = "row: asked, reached, tolerance, multiplier"
         last = f"On the last {'training' if self.held_out is None else 'held-out'} batches"
         for row in problem.rows:
-            numbers = asked[row.index], losses[row.layer - 1], tolerances[row.index], duals[row.index]
+            numbers = (
+                asked[row.index],
+                losses[row.layer - 1],
+                tolerances[row.index],
+                duals[row.index],
+            )
             text += f"\n{row.name}: {', '.join(f'{number.item():.4g}' for number in numbers)}"
-        for when, found in {"now": losses * learned, "after warm-up, of plain training": self.warmup_losses}.items():
+        for when, found in {
+            "now": losses * learned,
+            "after warm-up, of plain training": self.warmup_losses,
+        }.items():
             if (share := problem.descent_share(found)) is not None:
                 text += f"\ndescent share {when}: {share:.2f}"
         if problem.feasible(losses) and learned:
             logger.info(f"{last} every row is within its tolerance:\n{text}")
         elif self.args.objective == "descent" and learned:
             remedy = "Ask for less (`descent_strength`, `descent_alpha`, the targets), or raise `dual_learning_rate`"
-            logger.warning(f"{last} NOT every row is within its tolerance:\n{text}\n{remedy}, or train longer.")
+            logger.warning(
+                f"{last} NOT every row is within its tolerance:\n{text}\n{remedy}, or train longer."
+            )
         elif self.args.objective == "descent":
-            logger.warning(f"{last} f_L is not clearly below chance:\n{text}\nTrain longer, or raise `learning_rate`.")
+            logger.warning(
+                f"{last} f_L is not clearly below chance:\n{text}\nTrain longer, or raise `learning_rate`."
+            )
         return {"train_max_violation": problem.max_violation(losses).item()}
 
     def _report_progress(self, step: int) -> None:
         """Log, once each, a row whose multiplier keeps rising while its violation does not fall."""
-        since, before, duals = self._progress or (self.active_from, math.inf, self.multipliers.values)
-        if self.args.objective != "descent" or step < since + (self.max_steps - self.active_from) / PROGRESS_CHECKS:
+        since, before, duals = self._progress or (
+            self.active_from,
+            math.inf,
+            self.multipliers.values,
+        )
+        if (
+            self.args.objective != "descent"
+            or step < since + (self.max_steps - self.active_from) / PROGRESS_CHECKS
+        ):
             return
         losses, multipliers = self.mean_losses, self.multipliers.values.clone()
         asked, tolerances = self.problem.bounds(losses)
@@ -337,21 +423,30 @@ class DescentState:
         faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
         if faults and "nonfinite" not in self._reported:
             self._reported.add("nonfinite")
-            logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
+            logger.error(
+                f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers."
+            )
 
     # ---- checkpoints ----
 
     def summary(self) -> dict:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
-        summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
+        summary = {
+            "objective": self.args.objective,
+            "multipliers": self.multipliers.values.tolist(),
+        }
         if self.problem is not None:
             summary |= self.problem.state_dict()
             values = summary["multipliers"]
-            summary["multipliers_by_row"] = {row.name: values[row.index] for row in self.problem.rows}
+            summary["multipliers_by_row"] = {
+                row.name: values[row.index] for row in self.problem.rows
+            }
         if self.held_out is not None:
             summary["dual_rows"] = self.held_out.count
         if self.average_weight.item():
-            summary[f"{'train' if self.held_out is None else 'dual'}_layer_losses"] = self.mean_losses.tolist()
+            summary[f"{'train' if self.held_out is None else 'dual'}_layer_losses"] = (
+                self.mean_losses.tolist()
+            )
         if self.warmup_losses.any():
             summary["warmup_layer_losses"] = self.warmup_losses.tolist()
         return summary
@@ -369,35 +464,51 @@ class DescentState:
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
         """Tensors by name, and the rest in plain values."""
-        tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
-        tensors |= {key: getattr(self, key).cpu() for key in ("averages", "average_weight", "square", "warmup_losses")}
+        tensors = {
+            f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()
+        }
+        tensors |= {
+            key: getattr(self, key).cpu()
+            for key in ("averages", "average_weight", "square", "warmup_losses")
+        }
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
             "schedule": self._schedule(),
         }
 
-    def load_state_dict(self, tensors: dict[str, torch.Tensor], meta: dict, path: str = "The state") -> None:
+    def load_state_dict(
+        self, tensors: dict[str, torch.Tensor], meta: dict, path: str = "The state"
+    ) -> None:
         """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
         for name, value in self._schedule().items():
-            if meta["schedule"].get(name, value if name == "dual_optim" else None) != value:  # older ones lack it
+            if (
+                meta["schedule"].get(name, value if name == "dual_optim" else None) != value
+            ):  # older ones lack it
                 raise ValueError(
                     f"{path} was saved with {name}={meta['schedule'].get(name)!r} but this run has {value!r}; resume "
                     "with the saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
                 )
         prefix = "multipliers."
-        duals = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        duals = {
+            name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
+        }
         try:
             self.multipliers.load_state_dict(duals)
             for name in ("averages", "average_weight"):
-                if tensors[name].shape != getattr(self, name).shape or not tensors[name].isfinite().all():
+                if (
+                    tensors[name].shape != getattr(self, name).shape
+                    or not tensors[name].isfinite().all()
+                ):
                     raise ValueError(f"'{name}' is {tensors[name].tolist()}")
             # Older checkpoints do not keep the square, nor version 0.1 the losses of warm-up.
             for name in ("averages", "average_weight", "square", "warmup_losses"):
                 setattr(self, name, tensors.get(name, getattr(self, name)).to(self.averages))
             self.active_from = int(meta["active_from"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no complete dual state ({error}); resume from another.") from error
+            raise ValueError(
+                f"{path} holds no complete dual state ({error}); resume from another."
+            ) from error
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
 
@@ -423,4 +534,6 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
                 DescentProblem(**meta["problem"])
             return tensors, {name: meta[name] for name in ("active_from", "problem", "schedule")}
     except Exception as error:
-        raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}); resume from another checkpoint."
+        ) from error

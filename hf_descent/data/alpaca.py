@@ -18,7 +18,9 @@ PromptFormat = Literal["auto", "alpaca"]
 class AlpacaArguments(SplitArguments):
     """Where the instructions come from, and how they become prompts."""
 
-    dataset_name: str = HfArg(default="tatsu-lab/alpaca", help="Data set on the Hub, unless `train_file` is given.")
+    dataset_name: str = HfArg(
+        default="tatsu-lab/alpaca", help="Data set on the Hub, unless `train_file` is given."
+    )
     prompt_format: PromptFormat = HfArg(
         default="auto",
         help="`alpaca`: its two templates; `auto`: one message of the user under the tokenizer's chat template, where "
@@ -26,7 +28,9 @@ class AlpacaArguments(SplitArguments):
     )
 
 
-def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False) -> DatasetDict:
+def load_alpaca(
+    args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False
+) -> DatasetDict:
     """Rows of `instruction`, `output` and, where there are any, `input`, as "train", "validation" and, where it is
     given, "test", with the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a
     chat template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`).
@@ -35,9 +39,13 @@ def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_
     not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
-    as_chat = args.prompt_format == "auto" and (gets_template or tokenizer.chat_template is not None)
+    as_chat = args.prompt_format == "auto" and (
+        gets_template or tokenizer.chat_template is not None
+    )
     names, desc = splits["train"].column_names, "Formatting instructions"
-    return hold_out(splits, args).map(_pair, fn_kwargs={"as_chat": as_chat}, remove_columns=names, desc=desc)
+    return hold_out(splits, args).map(
+        _pair, fn_kwargs={"as_chat": as_chat}, remove_columns=names, desc=desc
+    )
 
 
 def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input",)) -> list[dict]:
@@ -51,10 +59,15 @@ def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input
 def _pair(row, as_chat):
     answer = row.get("output") or None
     completion = [{"role": "assistant", "content": answer}] if as_chat and answer else answer
-    return {"prompt": format_prompt(row["instruction"], row.get("input"), as_chat), "completion": completion}
+    return {
+        "prompt": format_prompt(row["instruction"], row.get("input"), as_chat),
+        "completion": completion,
+    }
 
 
-def format_prompt(instruction: str, input: str | None = None, as_chat: bool = False) -> str | list[dict[str, str]]:
+def format_prompt(
+    instruction: str, input: str | None = None, as_chat: bool = False
+) -> str | list[dict[str, str]]:
     """The prompt of one instruction: Alpaca's template with or without input, or one message of the user."""
     if as_chat:
         return [{"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
@@ -69,7 +82,9 @@ def format_prompt(instruction: str, input: str | None = None, as_chat: bool = Fa
 def _instructions(rows: Dataset, split: str) -> Dataset:
     optional = ["input"] if "input" in rows.column_names else []
     columns = {name: name for name in ("instruction", *optional, "output")}
-    rows = select_rows(rows, columns, split, "Name its columns `instruction`, `output`; chats take a script.")
+    rows = select_rows(
+        rows, columns, split, "Name its columns `instruction`, `output`; chats take a script."
+    )
     check_texts(rows, f"The {split} split", "instruction", "output", optional=optional)
     return rows
 
@@ -82,17 +97,28 @@ def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenize
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
-def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:
+def completion_labels(
+    row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> dict[str, list[int]]:
     """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
     `SFTTrainer` makes them, or for all of a prompt without one; cut to `limit` tokens."""
     prompt, end = prompt_ids(row["prompt"], tokenizer), tokenizer.eos_token or ""
     if row["completion"] is None:
-        ids, prompt = tokenizer(row["prompt"])["input_ids"] if isinstance(row["prompt"], str) else prompt, []
+        ids, prompt = (
+            tokenizer(row["prompt"])["input_ids"] if isinstance(row["prompt"], str) else prompt,
+            [],
+        )
     elif isinstance(row["prompt"], str):
         ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
     else:
         ids = tokenizer.apply_chat_template([*row["prompt"], *row["completion"]], return_dict=False)
     # A token may join the end of the prompt and what follows.
-    start = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
+    start = next(
+        (i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids))
+    )
     labels = [IGNORE_INDEX] * start + ids[start:]
-    return {"input_ids": ids[:limit], "attention_mask": [1] * len(ids[:limit]), "labels": labels[: len(ids[:limit])]}
+    return {
+        "input_ids": ids[:limit],
+        "attention_mask": [1] * len(ids[:limit]),
+        "labels": labels[: len(ids[:limit])],
+    }

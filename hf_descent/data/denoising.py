@@ -36,7 +36,9 @@ class PatchTask(DenoisingTask):
         """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
         num_frames, size, _ = clips.features["frames"].shape
         if size % self.patch_size:
-            raise ValueError(f"`patch_size` is {self.patch_size}; give one that divides `frame_size`, {size}.")
+            raise ValueError(
+                f"`patch_size` is {self.patch_size}; give one that divides `frame_size`, {size}."
+            )
 
         def cut(frames):
             patches = to_patches(torch.from_numpy(np.stack(frames)), self.patch_size)
@@ -67,7 +69,9 @@ class ImageTask(DenoisingTask):
 
     def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         images = [frame[None].expand(3, -1, -1) for frame in pixels]  # [3, height, width] each
-        return self.processor(images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
+        return self.processor(images, return_tensors="pt", input_data_format="channels_first")[
+            "pixel_values"
+        ]
 
 
 def load_denoiser(name: str) -> tuple[PreTrainedModel, DenoisingTask]:
@@ -81,8 +85,12 @@ def load_denoiser(name: str) -> tuple[PreTrainedModel, DenoisingTask]:
 
 def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
     """Clips `[..., frames, height, width]` -> their patches `[..., places, frames, patch_size ** 2]`, row by row."""
-    patches = frames.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))  # [..., T, rows, p, columns, p]
-    return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)  # [..., rows * columns, T, p * p]
+    patches = frames.unflatten(-1, (-1, patch_size)).unflatten(
+        -3, (-1, patch_size)
+    )  # [..., T, rows, p, columns, p]
+    return (
+        patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)
+    )  # [..., rows * columns, T, p * p]
 
 
 def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:

@@ -27,11 +27,15 @@ def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
 
     generator = np.random.default_rng([0, held_out])
     photo = generator.integers(len(photos), size=(num_clips, 1, 1, 1))
-    start = generator.uniform((low, left + low), (height - margin, right - margin), size=(num_clips, 2))
+    start = generator.uniform(
+        (low, left + low), (height - margin, right - margin), size=(num_clips, 2)
+    )
     speed = generator.uniform(-MAX_SPEED, MAX_SPEED, size=(num_clips, 2))
     corner = start[:, None] + speed[:, None] * times[:, None]  # [clips, frames, (row, column)]
     row, column = np.moveaxis(corner, -1, 0)[..., None, None]  # [clips, frames, 1, 1]
     window = np.arange(PATCH_SIZE)
-    places = np.broadcast_arrays(photo, row + window[:, None], column + window)  # [clips, frames, patch, patch] each
+    places = np.broadcast_arrays(
+        photo, row + window[:, None], column + window
+    )  # [clips, frames, patch, patch] each
     clips = map_coordinates(photos, places, order=1)  # [clips, frames, patch, patch]
     return torch.from_numpy(clips.reshape(num_clips, NUM_FRAMES, -1)).float()

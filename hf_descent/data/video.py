@@ -34,12 +34,19 @@ class VideoArguments(RowArguments):
     train_files: list[str] | None = HfArg(
         default=None, help="Videos (files, folders of frames, or patterns of them) to train on."
     )
-    test_files: list[str] | None = HfArg(default=None, help="Videos for the final report, read after training.")
-    split_by: Literal["video", "time"] = HfArg(
-        default="video", help="Hold out whole training videos for validation (`video`), or the end of each (`time`)."
+    test_files: list[str] | None = HfArg(
+        default=None, help="Videos for the final report, read after training."
     )
-    validation_percentage: float = HfArg(default=10.0, help="Share of the videos, or of their frames, to hold out.")
-    split_gap: int = HfArg(default=50, help="With `split_by` time: frames left out before the end of a video.")
+    split_by: Literal["video", "time"] = HfArg(
+        default="video",
+        help="Hold out whole training videos for validation (`video`), or the end of each (`time`).",
+    )
+    validation_percentage: float = HfArg(
+        default=10.0, help="Share of the videos, or of their frames, to hold out."
+    )
+    split_gap: int = HfArg(
+        default=50, help="With `split_by` time: frames left out before the end of a video."
+    )
     num_frames: int = HfArg(default=10, help="Frames T in a clip.")
     frame_size: int = HfArg(default=160, help="Height and width of a frame, in pixels.")
     patch_size: int = HfArg(default=16, help="Height and width of a patch, in pixels.")
@@ -67,14 +74,20 @@ def load_clips(args: VideoArguments) -> DatasetDict:
     `start` (number of its first frame). ValueError where a folder or file is missing or unreadable, or a split holds
     no clip."""
     shape = (args.num_frames, args.frame_size, args.frame_size)
-    features = Features({"frames": Array3D(shape, "uint8"), "video": Value("string"), "start": Value("int64")})
+    features = Features(
+        {"frames": Array3D(shape, "uint8"), "video": Value("string"), "start": Value("int64")}
+    )
     splits = DatasetDict()
     for name, parts in split_videos(args).items():
         try:
             splits[name] = Dataset.from_generator(
                 read_clips,
                 features=features,
-                gen_kwargs={"parts": list(map(tuple, parts)), "num_frames": shape[0], "size": args.frame_size},
+                gen_kwargs={
+                    "parts": list(map(tuple, parts)),
+                    "num_frames": shape[0],
+                    "size": args.frame_size,
+                },
                 cache_dir=args.cache_dir,
                 writer_batch_size=CLIPS_AT_ONCE,
             )
@@ -86,20 +99,28 @@ def load_clips(args: VideoArguments) -> DatasetDict:
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos in each split; ValueError if there are none, or none is long enough."""
     train, test = (
-        [_whole(path) for path in find_videos(files or [])] for files in (args.train_files, args.test_files)
+        [_whole(path) for path in find_videos(files or [])]
+        for files in (args.train_files, args.test_files)
     )
     if shared := {video.path for video in train} & {video.path for video in test}:
-        raise ValueError(f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one.")
+        raise ValueError(
+            f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one."
+        )
     share = args.validation_percentage / 100
     if args.split_by == "time":
         borders = [round((1 - share) * (video.last - args.split_gap)) for video in train]
         parts = {
             "train": [video._replace(last=border) for video, border in zip(train, borders)],
-            "validation": [video._replace(first=border + args.split_gap) for video, border in zip(train, borders)],
+            "validation": [
+                video._replace(first=border + args.split_gap)
+                for video, border in zip(train, borders)
+            ],
         }
     else:
         if len(train) < 2:
-            raise ValueError(f"`split_by` video needs two training videos, and there is {train[0].path}: use 'time'.")
+            raise ValueError(
+                f"`split_by` video needs two training videos, and there is {train[0].path}: use 'time'."
+            )
         order = np.random.default_rng(args.split_seed).permutation(len(train)).tolist()
         count = min(max(1, round(share * len(train))), len(train) - 1)
         chosen = {"train": sorted(order[count:]), "validation": sorted(order[:count])}
@@ -153,7 +174,12 @@ def _whole(path: str) -> VideoPart:
         with _opened(path) as container:
             count = sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
     stats = ((file, os.stat(file)) for file in files)
-    return VideoPart(path, 0, count, Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]))
+    return VideoPart(
+        path,
+        0,
+        count,
+        Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]),
+    )
 
 
 def _files(path: str) -> list[str]:
@@ -161,9 +187,15 @@ def _files(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
     # A pattern leaves out hidden files, as UCSD's "._001.tif".
-    files = [file for file in glob.glob(f"{glob.escape(path)}/*") if file.lower().endswith(IMAGE_SUFFIXES)]
+    files = [
+        file
+        for file in glob.glob(f"{glob.escape(path)}/*")
+        if file.lower().endswith(IMAGE_SUFFIXES)
+    ]
     if not files:
-        raise ValueError(f"The folder {path} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}.")
+        raise ValueError(
+            f"The folder {path} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}."
+        )
     return sorted(files, key=_natural)
 
 
@@ -180,5 +212,8 @@ def _opened(path: str):
     try:
         with av.open(path) as container:
             yield container
-    except (av.error.FFmpegError, IndexError) as error:  # a file without a video stream has no first one
+    except (
+        av.error.FFmpegError,
+        IndexError,
+    ) as error:  # a file without a video stream has no first one
         raise ValueError(f"{path} cannot be read as a video or an image ({error}).") from error

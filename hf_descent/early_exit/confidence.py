@@ -81,8 +81,13 @@ class ConfidenceExit:
     def __init__(self, model: nn.Module, threshold: float | None = None):
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"`threshold` is {threshold}; an uncertainty lies between 0 and 1.")
-        if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
-            raise ValueError(f"{type(model).__name__} gives several labels a sample: use `truncate`.")
+        if (
+            getattr(getattr(model, "config", None), "problem_type", None)
+            == "multi_label_classification"
+        ):
+            raise ValueError(
+                f"{type(model).__name__} gives several labels a sample: use `truncate`."
+            )
         self.model, self.threshold = model, threshold
 
     def __call__(self, **inputs) -> ModelOutput:
@@ -91,7 +96,9 @@ class ConfidenceExit:
         ValueError for no threshold, or a model without a shared readout, class logits or states `[batch, ...]`.
         """
         if self.threshold is None:
-            raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
+            raise ValueError(
+                "`threshold` is not set: give it, or call `calibrate` with validation data first."
+            )
         inputs = {name: value for name, value in inputs.items() if "label" not in name}
         (rows, logits), *later = self._read(inputs, self.threshold)
         logits, exit_layers = logits.clone(), torch.ones_like(rows)  # [batch, classes], [batch]
@@ -104,20 +111,32 @@ class ConfidenceExit:
         reader = Readout.probe(self.model, inputs)
         forward, state = PartialForward(self.model, reader.stack), None
         rows = torch.arange(find_batch_size(inputs), device=next(self.model.parameters()).device)
-        with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)), forward.attached():
+        with (
+            evaluating(self.model),
+            switched_off(off_in_replay(self.model, reader.stack)),
+            forward.attached(),
+        ):
             for layer in range(1, reader.num_layers + 1):
                 logits = _class_logits(forward(layer, layer, state, **inputs))
                 if len(reader.stack.hidden_state(forward.output)) != len(rows):
                     name = type(self.model).__name__
-                    raise ValueError(f"{name}: the first dimension of its states is not the batch; use `truncate`.")
+                    raise ValueError(
+                        f"{name}: the first dimension of its states is not the batch; use `truncate`."
+                    )
                 yield rows, logits
                 unsure = ~(uncertainty(logits.float()) < threshold)  # [rows]
-                rows, inputs, state = (_take(unsure, tree) for tree in (rows, inputs, forward.output))
+                rows, inputs, state = (
+                    _take(unsure, tree) for tree in (rows, inputs, forward.output)
+                )
                 if not len(rows):
                     break
 
     def calibrate(
-        self, dataset: Dataset | DataLoader, max_loss: float = 0.01, confidence: float = 0.95, **settings
+        self,
+        dataset: Dataset | DataLoader,
+        max_loss: float = 0.01,
+        confidence: float = 0.95,
+        **settings,
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
         Fewer samples give a stricter one.
@@ -131,7 +150,9 @@ class ConfidenceExit:
         ValueError as when called; for no data, or a bad `max_loss` or `confidence`.
         """
         if not (0 <= max_loss <= 1 and 0.5 <= confidence < 1):
-            raise ValueError(f"`max_loss` is {max_loss}, `confidence` is {confidence}; give [0, 1] and [0.5, 1).")
+            raise ValueError(
+                f"`max_loss` is {max_loss}, `confidence` is {confidence}; give [0, 1] and [0.5, 1)."
+            )
         logits, labels = [], []
         for inputs, classes in self._batches(dataset, settings):
             layers = [found for _, found in self._read(inputs, threshold=0.0)]
@@ -145,7 +166,9 @@ class ConfidenceExit:
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         return self
 
-    def evaluate(self, dataset: Dataset | DataLoader, repeats: int = 3, **settings) -> ConfidenceReport:
+    def evaluate(
+        self, dataset: Dataset | DataLoader, repeats: int = 3, **settings
+    ) -> ConfidenceReport:
         """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory.
 
         `settings` as for [`calibrate`]; ValueError for no threshold, an empty `dataset` or `repeats` below 1.
@@ -155,9 +178,14 @@ class ConfidenceExit:
         with evaluating(self.model) as device:
             outputs = [self(**batch) for batch in batches]
             full = torch.cat([_class_logits(self.model(**batch)) for batch in batches])
-            calls = [lambda: [self(**batch) for batch in batches], lambda: [self.model(**batch) for batch in batches]]
+            calls = [
+                lambda: [self(**batch) for batch in batches],
+                lambda: [self.model(**batch) for batch in batches],
+            ]
             seconds = turns(calls, repeats, device, settings.get("progress", False))  # [2]
-        exits, logits = (torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits"))
+        exits, logits = (
+            torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits")
+        )
         num_layers = Readout.probe(self.model, batches[0]).num_layers
         known = labels != IGNORE_INDEX
         return ConfidenceReport(
@@ -175,7 +203,9 @@ class ConfidenceExit:
         for _, batch in Evaluation(self.model, dataset, **settings).batches("Early exit"):
             labels = labels_of(batch, ["labels", "label"])
             if labels is None or labels.is_floating_point():
-                raise ValueError("The data has no `labels` that are classes; early exit needs them.")
+                raise ValueError(
+                    "The data has no `labels` that are classes; early exit needs them."
+                )
             yield {name: value for name, value in batch.items() if "label" not in name}, labels
         if batch is None:
             raise ValueError("`dataset` is empty; give labelled held-out data.")
@@ -183,27 +213,37 @@ class ConfidenceExit:
 
 def _take(kept, tree):
     """`tree` with the rows `kept` `[rows]` of those tensors that have as many."""
-    return map_tensors(lambda tensor: tensor[kept] if tensor.shape[:1] == kept.shape else tensor, tree)
+    return map_tensors(
+        lambda tensor: tensor[kept] if tensor.shape[:1] == kept.shape else tensor, tree
+    )
 
 
-def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float, confidence: float) -> float:
+def _loosest_threshold(
+    unsure: np.ndarray, correct: np.ndarray, max_loss: float, confidence: float
+) -> float:
     """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold may cost too much.
 
     Fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052): candidates are tested from
     the strictest to the first that fails, and so need no correction for their number.
     """
     met = np.unique(unsure[unsure >= 0])
-    candidates = np.append((met[1:] + met[:-1]) / 2, 1.0)  # between them, so that rounding moves no sample
+    candidates = np.append(
+        (met[1:] + met[:-1]) / 2, 1.0
+    )  # between them, so that rounding moves no sample
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
     loosest, quantile = 0.0, norm.ppf(confidence)
     for threshold in candidates:
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
-        lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(float)  # -1, 0 or 1
+        lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(
+            float
+        )  # -1, 0 or 1
         # Were all the differences losses, their number would be binomial, of which few are far from normal.
         if binom.cdf(max(lost.sum(), 0.0), len(lost), max_loss) > 1 - confidence:
             break
-        lost = np.append(lost, 1.0)  # one more than seen: that none of a few samples is lost proves little
+        lost = np.append(
+            lost, 1.0
+        )  # one more than seen: that none of a few samples is lost proves little
         if lost.mean() + quantile * lost.std() / math.sqrt(len(lost)) > max_loss:
             break
         loosest = float(threshold)
@@ -218,5 +258,7 @@ def uncertainty(logits: torch.Tensor) -> torch.Tensor:
 def _class_logits(outputs) -> torch.Tensor:
     logits = output_logits(outputs)
     if logits.dim() != 2 or logits.shape[1] < 2:
-        raise ValueError(f"`model` has logits of shape {list(logits.shape)}; early exit needs [batch, classes].")
+        raise ValueError(
+            f"`model` has logits of shape {list(logits.shape)}; early exit needs [batch, classes]."
+        )
     return logits

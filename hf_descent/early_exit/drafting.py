@@ -29,14 +29,37 @@ from .partial import PartialForward
 
 MAX_DRAFT = 16  # tokens of a round
 BINS = 10  # of confidence, for each of which the accepted drafts are counted
-INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
-OTHER = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha")
-OTHER += ("constraints", "force_words_ids", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
+INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+}
+OTHER = (
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "dola_layers",
+    "penalty_alpha",
+)
+OTHER += (
+    "constraints",
+    "force_words_ids",
+    "use_mtp",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+)
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
 def draft_with(
-    layer: int, shortlist: Sequence[int] | None = None, streamer: BaseStreamer | None = None, length: int = MAX_DRAFT
+    layer: int,
+    shortlist: Sequence[int] | None = None,
+    streamer: BaseStreamer | None = None,
+    length: int = MAX_DRAFT,
 ) -> Callable:
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
@@ -66,22 +89,34 @@ def draft_with(
     # Drafts accepted and tried, by confidence, which stands in for the share at first; kept from call to call.
     counts = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)
 
-    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+    def decode(
+        model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+    ):
         _check_options(model, generation_config, logits_processor, model_kwargs)
-        single = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
+        single = [
+            name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")
+        ]  # a cache
         single += ["streamer"] * (streamer is not None)
-        single += ["attention_layers"] * ("local" in getattr(model.config, "attention_layers", ()))  # of GPT-Neo
+        single += ["attention_layers"] * (
+            "local" in getattr(model.config, "attention_layers", ())
+        )  # of GPT-Neo
         if single and len(input_ids) > 1:
             raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
-        example = torch.arange(4, device=input_ids.device)[None] % len(model.get_output_embeddings().weight)
+        example = torch.arange(4, device=input_ids.device)[None] % len(
+            model.get_output_embeddings().weight
+        )
         reader = Readout.probe(model, {"input_ids": example})
         if not isinstance(layer, int | np.integer) or layer not in range(1, reader.num_layers):
-            raise ValueError(f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}.")
+            raise ValueError(
+                f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}."
+            )
         if not isinstance(length, int | np.integer) or length < 1:
             raise ValueError(f"`length` is {length!r}; give drafts of a round, at least 1.")
         halves = _Halves(model, reader.stack, layer, shortlist, length)
         if getattr(cache := model_kwargs.get(halves.cache_name), "layers", None):
-            _check_cache(model, cache, reader.num_layers)  # before the prompt is written into the caller's own
+            _check_cache(
+                model, cache, reader.num_layers
+            )  # before the prompt is written into the caller's own
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
         _check_cache(model, cache := outputs.get(halves.cache_name), reader.num_layers)
         if checked.get(model) is not reader.stack:
@@ -95,7 +130,9 @@ def draft_with(
             sequences = decoding.run(outputs.logits[:, -1])
         if streamer is not None:
             streamer.end()
-        kept = {halves.cache_name: cache} if len(input_ids) == 1 else {}  # rows that stop leave the cache of several
+        kept = (
+            {halves.cache_name: cache} if len(input_ids) == 1 else {}
+        )  # rows that stop leave the cache of several
         output = GenerateDecoderOnlyOutput(sequences, **kept)
         return output if generation_config.return_dict_in_generate else sequences
 
@@ -104,12 +141,20 @@ def draft_with(
 
 def check_drafts(model, prompt):
     """ValueError where `model`, of two layers at least, cannot draft, before it decodes."""
-    model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, custom_generate=draft_with(1))
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=1,
+        custom_generate=draft_with(1),
+    )
 
 
 def token_ids(shortlist, head) -> torch.Tensor:
     """`shortlist` on the device of `head`, `[short]`; ValueError where it holds anything but tokens, or none."""
-    most, text = len(head.weight) - 1, f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers"
+    most, text = (
+        len(head.weight) - 1,
+        f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers",
+    )
     with errors_explained(f"{text}:"):
         ids = torch.as_tensor(shortlist)
     is_whole = ids.dtype in (torch.int32, torch.int64)
@@ -129,10 +174,16 @@ class _Halves:
     """A model's first layers, which draft one token a row, and the others, which go on from where these stopped."""
 
     def __init__(self, model, stack, layer, shortlist, length):
-        self.forward, self.layer, self.num_layers = PartialForward(model, stack), layer, stack.num_layers
+        self.forward, self.layer, self.num_layers = (
+            PartialForward(model, stack),
+            layer,
+            stack.num_layers,
+        )
         self.head, self.length, self.states = model.get_output_embeddings(), length, []
         names = inspect.signature(model.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"  # as it was before transformers 5.24
+        self.cache_name = (
+            "cache" if "cache" in names else "past_key_values"
+        )  # as it was before transformers 5.24
         self.short = None if shortlist is None else token_ids(shortlist, self.head)
         kept = slice(None) if shortlist is None else self.short
         self.weight = self.head.weight[kept]  # [short, hidden]
@@ -151,12 +202,16 @@ class _Halves:
         self.states.append(self.forward.output)
         if self.short is None:
             return logits
-        return logits.new_full((len(logits), len(self.head.weight)), -torch.inf).index_copy_(1, self.short, logits)
+        return logits.new_full((len(logits), len(self.head.weight)), -torch.inf).index_copy_(
+            1, self.short, logits
+        )
 
     def verify(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
         """Logits `[rows, n, vocab]` of the last layer after each of the n `tokens` `[rows, n]` that drafts ran on."""
         # Hidden states [rows, n, hidden]. Attentions, which some layers return beside them, are not read.
-        state = pytree.tree_map(lambda *p: torch.cat(p, 1) if getattr(p[0], "ndim", 0) == 3 else p[0], *self.states)
+        state = pytree.tree_map(
+            lambda *p: torch.cat(p, 1) if getattr(p[0], "ndim", 0) == 3 else p[0], *self.states
+        )
         own, self.states = self.cache.layers, []
         # Masks are made for the first layer's cache, which has these tokens already.
         with assigned([(self.cache, "layers")], [own[self.layer]] * self.layer + own[self.layer :]):
@@ -167,21 +222,44 @@ class _Halves:
         return self.forward(first, last, input_ids=tokens, use_cache=True, **inputs).logits
 
     def _run_head(self, module, call, hidden):
-        drafts = self.short is not None and self.forward.thread == get_ident() and self.forward.first == 1
+        drafts = (
+            self.short is not None
+            and self.forward.thread == get_ident()
+            and self.forward.first == 1
+        )
         return F.linear(hidden, self.weight, self.bias) if drafts else call(hidden)
 
 
 class _Decoding:
     """The texts of one call of `generate`. A row that stops leaves the batch; rejected drafts are masked."""
 
-    def __init__(self, halves, counts, streamer, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
-        self.halves, self.process, self.stops, self.config = halves, logits_processor, stopping_criteria, config
+    def __init__(
+        self,
+        halves,
+        counts,
+        streamer,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        config,
+        model_kwargs,
+    ):
+        self.halves, self.process, self.stops, self.config = (
+            halves,
+            logits_processor,
+            stopping_criteria,
+            config,
+        )
         self.streamer = streamer
         self.texts = list(input_ids)  # of all rows, [length] each
-        self.ends = [config.max_length] * len(input_ids)  # the length at which each stops, at the latest
+        self.ends = [config.max_length] * len(
+            input_ids
+        )  # the length at which each stops, at the latest
         eos = config._eos_token_tensor
         self.eos = input_ids[:0] if eos is None else eos
-        self.has_eos = any(hasattr(each, "eos_token_id") for each in stopping_criteria)  # else all end together
+        self.has_eos = any(
+            hasattr(each, "eos_token_id") for each in stopping_criteria
+        )  # else all end together
         self.rows = list(range(len(input_ids)))  # that go on
         self.positions = model_kwargs["position_ids"][:, -1]  # [rows], of the last token of each
         mask = model_kwargs.get("attention_mask")  # [rows, cached], or None: nothing is masked
@@ -195,7 +273,10 @@ class _Decoding:
         self.write(chosen[:, None], np.ones(len(logits), int), 0)
         while self.rows:
             self.round()
-        texts, padding = [text[: max(self.ends)] for text in self.texts], float(self.config._pad_token_tensor or 0)
+        texts, padding = (
+            [text[: max(self.ends)] for text in self.texts],
+            float(self.config._pad_token_tensor or 0),
+        )
         return pad_sequence(texts, batch_first=True, padding_value=padding)
 
     def round(self):
@@ -211,12 +292,18 @@ class _Decoding:
             confidence = logits.float().softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
             chance = chance * confidence.cpu().numpy()
             bins.append((chance * BINS).astype(int).clip(max=BINS - 1))
-            worth = (self.accepted / self.tried)[bins[-1]].mean() > self.halves.draft_cost * self.tokens / self.cost
+            worth = (self.accepted / self.tried)[
+                bins[-1]
+            ].mean() > self.halves.draft_cost * self.tokens / self.cost
             # Plain decoding asks no processor what follows an end, or a token that is not allowed.
-            worth &= bool(scores.amax(-1).isfinite().all() and not torch.isin(tokens[-1], self.eos).any())
+            worth &= bool(
+                scores.amax(-1).isfinite().all() and not torch.isin(tokens[-1], self.eos).any()
+            )
         read, drafts = torch.stack(tokens[:-1], dim=1), torch.stack(tokens[1:], dim=1)  # [rows, n]
         logits = self.halves.verify(read, **self.inputs(0, len(noises)))  # [rows, n, vocab]
-        scores = [self.score(logits[:, n], tokens[1 : n + 1], noise) for n, noise in enumerate(noises)]
+        scores = [
+            self.score(logits[:, n], tokens[1 : n + 1], noise) for n, noise in enumerate(noises)
+        ]
         chosen = torch.stack(scores, dim=1).argmax(-1)  # [rows, n]
         right = (chosen == drafts).long().cumprod(1).sum(1).cpu().numpy()  # [rows]
         np.add.at(self.tried, bins, 1)
@@ -263,37 +350,67 @@ class _Decoding:
 
     def noise(self, logits):
         """Gumbel noise, whose largest sum with the scores is a sample; drafts and text share it, to agree often."""
-        return -torch.empty_like(logits).float().exponential_().log() if self.config.do_sample else 0.0
+        return (
+            -torch.empty_like(logits).float().exponential_().log() if self.config.do_sample else 0.0
+        )
 
     def score(self, logits, drafts, noise) -> torch.Tensor:
         """Scores `[rows, vocab]`, the largest of which is the next token's, from `logits` `[rows, vocab]` after the
         texts and `drafts`, `[rows]` each."""
         scores, size = logits.float(), len(self.texts)
-        if self.process:  # row by row: texts differ in length, and processors may tell rows by their number
-            texts = (torch.cat([self.texts[row], *(d[n, None] for d in drafts)]) for n, row in enumerate(self.rows))
-            processed = (self.process(text.repeat(size, 1), each.repeat(size, 1)) for text, each in zip(texts, scores))
+        if (
+            self.process
+        ):  # row by row: texts differ in length, and processors may tell rows by their number
+            texts = (
+                torch.cat([self.texts[row], *(d[n, None] for d in drafts)])
+                for n, row in enumerate(self.rows)
+            )
+            processed = (
+                self.process(text.repeat(size, 1), each.repeat(size, 1))
+                for text, each in zip(texts, scores)
+            )
             scores = torch.stack([batch[row] for row, batch in zip(self.rows, processed)])
         return scores + noise
 
 
 def _check_options(model, config, processors, model_kwargs):
     """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts, and for shards."""
-    if any("_call_impl" in module.__dict__ for module in model.modules()):  # as `intercepted` leaves them
-        raise ValueError(f"{type(model).__name__} drafts in another thread: wait for it, or decode plainly.")
-    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()):
+    if any(
+        "_call_impl" in module.__dict__ for module in model.modules()
+    ):  # as `intercepted` leaves them
+        raise ValueError(
+            f"{type(model).__name__} drafts in another thread: wait for it, or decode plainly."
+        )
+    if any(
+        isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()
+    ):
         raise ValueError(
             f"{type(model).__name__} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` "
             "would run different numbers of times: decode without it, or load the saved model whole in each process."
         )
-    asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
-    asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
+    asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (
+        config.num_beams > 1
+    )
+    asked += [
+        name for name, value in model_kwargs.items() if name not in INPUTS and value is not None
+    ]
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
-    asked += ["an offloaded cache"] * any(getattr(value, "offloading", False) for value in model_kwargs.values())
-    asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)
+    asked += ["an offloaded cache"] * any(
+        getattr(value, "offloading", False) for value in model_kwargs.values()
+    )
+    asked += ["an adapter's virtual tokens"] * (
+        model.prepare_inputs_for_generation.__self__ is not model
+    )
     ropes = [getattr(module, "rope_type", None) for module in model.modules()]
-    ropes = {kind for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope])}  # as in Gemma 3
+    ropes = {
+        kind for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope])
+    }  # as in Gemma 3
     asked += [f"{rope} positions" for rope in sorted(ropes & {"dynamic", "longrope"})]
-    if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
+    if (
+        asked
+        or model.config.is_encoder_decoder
+        or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2
+    ):
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
             f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
@@ -311,12 +428,25 @@ def _check_cache(model, cache, num_layers):
 def _check_halves(model, halves, ids):
     """ValueError where the halves of the model, put together, are not the whole."""
     places, cache = torch.arange(4, device=ids.device)[None], DynamicCache()
-    with errors_explained(f"{type(model).__name__} cannot draft:", " Decode plainly."), probing(model):
+    with (
+        errors_explained(f"{type(model).__name__} cannot draft:", " Decode plainly."),
+        probing(model),
+    ):
         whole = model(input_ids=ids, position_ids=places).logits[:, 2:]  # [1, 2, vocab]
-        model(input_ids=ids[:, :2], position_ids=places[:, :2], use_cache=True, **{halves.cache_name: cache})
+        model(
+            input_ids=ids[:, :2],
+            position_ids=places[:, :2],
+            use_cache=True,
+            **{halves.cache_name: cache},
+        )
         with halves.attached(cache):
             for place in (2, 3):
                 halves.draft(ids[:, place], position_ids=places[:, [place]])
             logits = halves.verify(ids[:, 2:], position_ids=places[:, 2:])
-    if not (logits - whole).abs().max() <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.abs().max():
-        raise ValueError(f"{type(model).__name__} cannot draft: its last layers need more than its first ones return.")
+    if (
+        not (logits - whole).abs().max()
+        <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.abs().max()
+    ):
+        raise ValueError(
+            f"{type(model).__name__} cannot draft: its last layers need more than its first ones return."
+        )

@@ -21,8 +21,12 @@ class PartialForward:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Calls of this object, and no others of the model, are possible inside; other threads run the model whole."""
-        if "_call_impl" in self.stack.layers[0].__dict__:  # begun since: `intercepted` would end in another order
-            raise ValueError(f"{type(self.model).__name__} drafts in another thread: wait for it, or decode plainly.")
+        if (
+            "_call_impl" in self.stack.layers[0].__dict__
+        ):  # begun since: `intercepted` would end in another order
+            raise ValueError(
+                f"{type(self.model).__name__} drafts in another thread: wait for it, or decode plainly."
+            )
         self.thread = get_ident()
         with intercepted(self.stack.layers, self._run_layer):
             yield
@@ -33,7 +37,9 @@ class PartialForward:
         return self.model(**inputs)
 
     def _run_layer(self, module, call, *args, **kwargs):
-        if self.running or get_ident() != self.thread:  # `__call__` on its way to `forward`, or another's call
+        if (
+            self.running or get_ident() != self.thread
+        ):  # `__call__` on its way to `forward`, or another's call
             return call(*args, **kwargs)
         self.calls += 1
         if self.first <= self.calls <= self.last:

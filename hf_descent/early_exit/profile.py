@@ -59,7 +59,9 @@ class ExitProfile(Result):
         """The first layer with at least `share` of the last's metric (at most 1 / `share`, where less is better) whose
         loss is not that of chance, give or take 2 %."""
         last = self.values[-1]
-        enough = self.values >= share * last if self.greater_is_better else share * self.values <= last
+        enough = (
+            self.values >= share * last if self.greater_is_better else share * self.values <= last
+        )
         enough &= self.losses < (AT_CHANCE * self.chance if self.chance else np.inf)
         return int(np.argmax([*enough[:-1], True])) + 1
 
@@ -67,16 +69,30 @@ class ExitProfile(Result):
         rows = [["layer", self.metric, "loss", "ms/sample", "speed-up"]]
         columns = (self.values, self.losses, self.seconds, self.speedups)
         for layer, (value, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
-            rows.append([f"{layer}", f"{value:.5g}", f"{loss:.5g}", f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"])
+            rows.append(
+                [
+                    f"{layer}",
+                    f"{value:.5g}",
+                    f"{loss:.5g}",
+                    f"{1e3 * seconds:.4g}",
+                    f"{speedup:.2f}x",
+                ]
+            )
         table, layer = format_table(rows), self.cheapest()
-        passed = ", passing over layers at chance" if replace(self, chance=None).cheapest() < layer else ""
+        passed = (
+            ", passing over layers at chance"
+            if replace(self, chance=None).cheapest() < layer
+            else ""
+        )
         return (
             f"{table}\n99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} on{passed}, "
             f"{self.speedups[layer - 1]:.2f} times as fast (batches of {self.batch_size} on {self.device})"
         )
 
 
-def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: int = 3, **settings) -> ExitProfile:
+def exit_profile(
+    model: nn.Module, dataset: Dataset | DataLoader, *, repeats: int = 3, **settings
+) -> ExitProfile:
     """Metric of every exit on all of `dataset`, and its latency on the first batches, the exits timed in turns.
 
     Args:
@@ -94,11 +110,19 @@ def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: in
     forward = PartialForward(model, Readout.probe(model, batches[0]).stack)
     with evaluating(model) as device, forward.attached():
         exits = range(1, len(profile.losses) + 1)
-        calls = [lambda layer=layer: [forward(1, layer, **batch) for batch in batches] for layer in exits]
+        calls = [
+            lambda layer=layer: [forward(1, layer, **batch) for batch in batches] for layer in exits
+        ]
         seconds = turns(calls, repeats, device, settings.get("progress", False))  # [layers]
     seconds /= sum(find_batch_size(batch) for batch in batches)
-    facts = find_batch_size(batches[0]), str(device), greater_is_better(settings.get("metric", "accuracy"))
-    return ExitProfile(profile.metric, profile.values, profile.losses, seconds, *facts, profile.chance)
+    facts = (
+        find_batch_size(batches[0]),
+        str(device),
+        greater_is_better(settings.get("metric", "accuracy")),
+    )
+    return ExitProfile(
+        profile.metric, profile.values, profile.losses, seconds, *facts, profile.chance
+    )
 
 
 @dataclass
@@ -129,18 +153,26 @@ class SpeculationProfile(Result):
     @property
     def best(self) -> int | None:
         """The fastest exit layer, for [`draft_with`]; `None` (plain decoding) where none is faster."""
-        return int(np.nanargmax(self.speedups)) + 1 if np.nanmax(self.speedups, initial=0.0) > 1 else None
+        return (
+            int(np.nanargmax(self.speedups)) + 1
+            if np.nanmax(self.speedups, initial=0.0) > 1
+            else None
+        )
 
     def __str__(self) -> str:
         rows = [["exit", "acceptance", "tokens/s", "speed-up", "equal"]]
         columns = (self.acceptance, self.tokens_per_second, self.speedups, self.equal)
         for layer, (accepted, speed, speedup, equal) in enumerate(zip(*columns), start=1):
-            rows.append([f"{layer}", f"{accepted:.1%}", f"{speed:.4g}", f"{speedup:.2f}x", f"{equal:.0%}"])
+            rows.append(
+                [f"{layer}", f"{accepted:.1%}", f"{speed:.4g}", f"{speedup:.2f}x", f"{equal:.0%}"]
+            )
         rows.append(["none", "", f"{self.greedy_tokens_per_second:.4g}", "", ""])
         short, capped = len(self.shortlist or ()), self.length < MAX_DRAFT
         chosen = f"{self.best}" + ", shortlist" * bool(short) + f", length={self.length}" * capped
         best = f"custom_generate=draft_with({chosen})" if self.best else "plain decoding"
-        return f"{format_table(rows)}\nbest: {best}" + f"; shortlist: {short:,} tokens" * bool(short)
+        return f"{format_table(rows)}\nbest: {best}" + f"; shortlist: {short:,} tokens" * bool(
+            short
+        )
 
 
 def speculation_profile(
@@ -168,11 +200,19 @@ def speculation_profile(
 
     ValueError as of [`draft_with`]; for no decoder, other or no prompts, or `repeats` below 1.
     """
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
+    if (
+        not isinstance(model, PreTrainedModel)
+        or not model.can_generate()
+        or model.config.is_encoder_decoder
+    ):
+        raise ValueError(
+            f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`)."
+        )
     sizes = [tuple(prompt.shape) for prompt in prompts]
     if not sizes or not all(len(shape) == 2 and shape[0] == 1 <= shape[1] for shape in sizes):
-        raise ValueError(f"`prompts` is {f'of shapes {sizes}' if sizes else 'empty'}; give token ids, [1, seq] each.")
+        raise ValueError(
+            f"`prompts` is {f'of shapes {sizes}' if sizes else 'empty'}; give token ids, [1, seq] each."
+        )
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     shortlists = _shortlists(shortlist, model.get_output_embeddings())
@@ -186,15 +226,23 @@ def speculation_profile(
 
         def generate(**kwargs):
             kwargs["max_new_tokens"] = max_new_tokens
-            return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
+            return [
+                model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs)
+                for prompt in prompts
+            ]
 
         greedy = generate()
-        acceptance, lengths, gains = _by_count(model, reader, prompts, greedy, shortlists)  # [lists, layers - 1] each
+        acceptance, lengths, gains = _by_count(
+            model, reader, prompts, greedy, shortlists
+        )  # [lists, layers - 1] each
         # Timed are all tokens and the shortlist that gives most at its best exit, at the exits where these give most.
         kept = [0, *(1 + np.argsort(gains[1:].max(1, initial=0))[-1:])]
         exits = np.argsort(-gains[kept].max(0), kind="stable")[:TIMED_LAYERS]
         ways = [(row, index) for row in kept for index in exits]
-        decoders = [draft_with(index + 1, shortlists[row], length=lengths[row, index]) for row, index in ways]
+        decoders = [
+            draft_with(index + 1, shortlists[row], length=lengths[row, index])
+            for row, index in ways
+        ]
         calls = [generate, *(partial(generate, custom_generate=decoder) for decoder in decoders)]
         texts = [greedy, *(call() for call in calls[1:])]
         seconds = turns(calls, repeats, device, progress)  # [1 + ways]
@@ -203,9 +251,15 @@ def speculation_profile(
     speeds, equal = np.full((2, *gains.shape), np.nan)
     for way, speed, drafted in zip(ways, drafted_speeds, texts[1:]):
         speeds[way], equal[way] = speed, np.mean(list(map(torch.equal, drafted, greedy)))
-    best = np.nanmax(speeds, axis=1, initial=greedy_speed).argmax()  # the first list where none is faster
-    profile = SpeculationProfile(acceptance[best], speeds[best], float(greedy_speed), equal[best], shortlists[best])
-    return replace(profile, length=int(lengths[best, profile.best - 1])) if profile.best else profile
+    best = np.nanmax(
+        speeds, axis=1, initial=greedy_speed
+    ).argmax()  # the first list where none is faster
+    profile = SpeculationProfile(
+        acceptance[best], speeds[best], float(greedy_speed), equal[best], shortlists[best]
+    )
+    return (
+        replace(profile, length=int(lengths[best, profile.best - 1])) if profile.best else profile
+    )
 
 
 def _shortlists(shortlist, head) -> list[list[int] | None]:
@@ -224,7 +278,9 @@ def _by_count(model, reader, prompts, texts, shortlists):
     """Of drafts from each list of tokens at each exit, `[lists, layers - 1]`: acceptance, the number in a round that
     is best, and what it gives: tokens for the weights that are read, plain decoding being 1."""
     head = model.get_output_embeddings()
-    lists = [range(len(head.weight)) if each is None else sorted(each) for each in shortlists]  # sorted: ties go by id
+    lists = [
+        range(len(head.weight)) if each is None else sorted(each) for each in shortlists
+    ]  # sorted: ties go by id
     choices, hits = [torch.tensor(each, device=model.device) for each in lists], []
     for prompt, text in zip(prompts, texts):
         answer = text[0, prompt.shape[1] :]
@@ -234,21 +290,35 @@ def _by_count(model, reader, prompts, texts, shortlists):
             logits = outputs.logits[0, -len(answer) - 1 : -1].to(model.device)  # [tokens, vocab]
             return torch.stack([each[logits[:, each].argmax(-1)] == answer for each in choices])
 
-        hits.append(torch.stack(reader.read({"input_ids": text, **kept}, score)))  # [layers, lists, tokens]
+        hits.append(
+            torch.stack(reader.read({"input_ids": text, **kept}, score))
+        )  # [layers, lists, tokens]
     acceptance = torch.cat(hits, dim=-1)[:-1].double().mean(-1).T.cpu().numpy()
-    sizes, layers, n = np.ix_(list(map(len, lists)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1))
+    sizes, layers, n = np.ix_(
+        list(map(len, lists)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1)
+    )
     draft, verify = costs(reader.stack, head, layers, sizes)
-    gains = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (n * draft + verify)  # [lists, layers - 1, drafts]
-    return acceptance, gains[..., 1:].argmax(-1) + 2, gains[..., 1:].max(-1)  # one draft alone spares nothing
+    gains = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (
+        n * draft + verify
+    )  # [lists, layers - 1, drafts]
+    return (
+        acceptance,
+        gains[..., 1:].argmax(-1) + 2,
+        gains[..., 1:].max(-1),
+    )  # one draft alone spares nothing
 
 
-def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:
+def turns(
+    calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool
+) -> np.ndarray:
     """Median wall-clock seconds of each of `calls`, timed one after the other in each round, `[calls]`; ValueError
     where `repeats` is below 1. One more round comes first, to warm up."""
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))
-    for repeat, index in tqdm([*np.ndindex(repeats + 1, len(calls))], desc="Timing", disable=not progress):
+    for repeat, index in tqdm(
+        [*np.ndindex(repeats + 1, len(calls))], desc="Timing", disable=not progress
+    ):
         start = time.perf_counter()
         calls[index]()
         if device.type != "cpu":

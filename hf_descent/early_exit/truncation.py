@@ -11,7 +11,9 @@ from ..readout import random_state
 from ..readout.replay import Readout, output_logits, probing
 
 
-def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None) -> PreTrainedModel:
+def truncate(
+    model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
     """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
 
     Its config says so (lists with one entry per layer are cut, too): it is saved and loaded like any other checkpoint.
@@ -28,10 +30,14 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     name = type(model).__name__
     is_bare = isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded
     if not is_bare or any(weight.is_meta for weight in model.parameters()):
-        raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`).")
+        raise TypeError(
+            f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
+        )
     inputs = example_inputs(model) if inputs is None else inputs
     plain = copy.copy(model)  # of the same weights
-    if "_original_forward" in vars(model):  # the autocast that training in mixed precision leaves, which no cut has
+    if "_original_forward" in vars(
+        model
+    ):  # the autocast that training in mixed precision leaves, which no cut has
         del plain.forward
     reader = Readout.probe(plain, inputs)
     if num_layers not in range(1, reader.num_layers + 1):
@@ -45,9 +51,13 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
             short = _rebuild(model, config)
             with probing(short):
                 logits = output_logits(short(**inputs))
-            if logits.shape == truth.shape and torch.allclose(logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True):
+            if logits.shape == truth.shape and torch.allclose(
+                logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True
+            ):
                 return short.train(model.training)
-            faults.append(f"with {field} = {num_layers} its logits are not those of layer {num_layers}")
+            faults.append(
+                f"with {field} = {num_layers} its logits are not those of layer {num_layers}"
+            )
         except Exception as error:
             faults.append(f"with {field} = {num_layers} it fails with {error!r}")
     raise ValueError(
@@ -66,7 +76,9 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         shape = (2, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
         inputs = {name: torch.rand(shape, generator=torch.Generator().manual_seed(0))}
     else:
-        raise ValueError(f"No batch can be made up for {type(model).__name__}, which reads `{name}`: give `inputs`.")
+        raise ValueError(
+            f"No batch can be made up for {type(model).__name__}, which reads `{name}`: give `inputs`."
+        )
     return {key: value.to(model.device) for key, value in inputs.items() if value is not None}
 
 
@@ -86,7 +98,9 @@ def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrained
                     if is_list and (of_all or _is_about_layers(name)):
                         setattr(cut, name, entries[:kept])
                 setattr(cut, field, kept)
-                if stages := vars(config).get("stage_names"):  # a backbone's: the stem and the layers
+                if stages := vars(config).get(
+                    "stage_names"
+                ):  # a backbone's: the stem and the layers
                     cut.stage_names = stages[: kept + 1]
                     cut.set_output_features_output_indices(out_features=None, out_indices=None)
                 yield field, cut

@@ -8,4 +8,12 @@ from .profile import LayerProfile, layer_profile, layer_profiles
 from .robustness import NoiseCurve, noise_curve
 
 
-__all__ = ["Certificate", "LayerProfile", "NoiseCurve", "certify", "layer_profile", "layer_profiles", "noise_curve"]
+__all__ = [
+    "Certificate",
+    "LayerProfile",
+    "NoiseCurve",
+    "certify",
+    "layer_profile",
+    "layer_profiles",
+    "noise_curve",
+]

@@ -100,7 +100,9 @@ class Certificate(Result):
             summary += f". No row has an interval: it takes {MIN_BLOCKS} batches of data, and losses above 0"
         if not self.has_learned:
             summary += ". The layers are not all shown to be better than a constant prediction"
-        return f"{format_table(table)}\n{summary}." + (f"\n{ALSO_SELECTED}" if self.also_selected else "")
+        return f"{format_table(table)}\n{summary}." + (
+            f"\n{ALSO_SELECTED}" if self.also_selected else ""
+        )
 
 
 def certify(
@@ -147,12 +149,16 @@ def certify(
         asked=asked,
         reached=losses[[row.layer - 1 for row in problem.rows]].numpy(),
         tolerances=tolerances,
-        radii=np.where((values == 0) & (errors == 0), np.nan, errors)[:count],  # the last layer is no better than f_0
+        radii=np.where((values == 0) & (errors == 0), np.nan, errors)[
+            :count
+        ],  # the last layer is no better than f_0
         verdicts=np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist(),
         feasible=bool(met.all()),
         has_learned=bool(learned.all()),
         max_violation=problem.max_violation(losses).item(),
-        shortfall=float((upper[:count].clip(min=0) / (problem.chance - asked).clip(min=SMALLEST)).max()),
+        shortfall=float(
+            (upper[:count].clip(min=0) / (problem.chance - asked).clip(min=SMALLEST)).max()
+        ),
         descent_share=problem.descent_share(losses) if chance and upper[-1] < 0 else None,
         largest_rise=largest_rise(losses),
         gamma=gamma,

@@ -33,7 +33,13 @@ from .sums import check_confidence
 PRIMARY = "auc_over_range"
 # Columns of the table: summary of the curve -> heading.
 SUMMARIES = {"clean": "clean", PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
-COMMON = ("seed", "perturbation", "batch_size", "samples", "data")  # settings of a curve that fix rows and noise
+COMMON = (
+    "seed",
+    "perturbation",
+    "batch_size",
+    "samples",
+    "data",
+)  # settings of a curve that fix rows and noise
 
 
 @dataclass
@@ -43,7 +49,9 @@ class Run:
     folder: str  # where they were read
     curve: NoiseCurve | None
     profiles: dict[float, LayerProfile] = field(default_factory=dict)  # by noise level
-    summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`; empty where there is none
+    summary: dict[str, Any] = field(
+        default_factory=dict
+    )  # `descent_config.json`; empty where there is none
 
     @classmethod
     def load(cls, folder: str, curve: str = "noise_curve", needs_curve: bool = True) -> "Run":
@@ -53,7 +61,9 @@ class Run:
         if needs_curve and not curves:
             fault = f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder}`."
             raise ValueError(fault if run.path.is_dir() else f"There is no folder {folder!r}.")
-        profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
+        profiles = {
+            profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")
+        }
         return cls(folder, next(iter(curves), None), profiles, run.summary)
 
     @property
@@ -71,8 +81,16 @@ class Run:
     def certificate(self) -> Certificate | None:
         """What each row asked and reached there; `None` as for `feasible`."""
         profile = self.profiles.get(self.gamma_train or 0.0)
-        is_asked = profile and profile.problem is not None and self.summary.get("objective") not in UNCONSTRAINED
-        return profile.certificate() if is_asked and not (self.is_of_0_1 and profile.chance is None) else None
+        is_asked = (
+            profile
+            and profile.problem is not None
+            and self.summary.get("objective") not in UNCONSTRAINED
+        )
+        return (
+            profile.certificate()
+            if is_asked and not (self.is_of_0_1 and profile.chance is None)
+            else None
+        )
 
     @property
     def is_of_0_1(self) -> bool:
@@ -87,7 +105,9 @@ class Run:
 
 def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
     """The noise levels, in increasing order, at which all runs of all groups have a profile of their layers."""
-    return sorted(set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs)))
+    return sorted(
+        set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs))
+    )
 
 
 @dataclass
@@ -123,11 +143,16 @@ class Difference:
         if not np.isfinite(self.estimate):
             return f"{names}: open. A run has a {self.metric} that is not finite."
         words = {"open": "open", "not significant": "no statistically significant difference"}
-        verdict = words.get(self.verdict, f"{self.group} is {self.verdict}, statistically significant")
+        verdict = words.get(
+            self.verdict, f"{self.group} is {self.verdict}, statistically significant"
+        )
         radius, how = self.radius, "paired by seed" if self.paired else "seeds not paired"
         how = f"p = {self.p_value:.2g}, {how}"
         if self.verdict == "open":
-            radius, how = self.data_radius, "over the choice of the data alone. Train at least two seeds of each"
+            radius, how = (
+                self.data_radius,
+                "over the choice of the data alone. Train at least two seeds of each",
+            )
         figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- {radius:.2g}, {how}"
         return f"{names}: {verdict} at {level} ({figure})."
 
@@ -137,7 +162,12 @@ def check_comparable(runs: Sequence[Run]):
 
     def conditions(curve):
         counts = None if curve.blocks is None else curve.blocks[..., 1].tolist()
-        found = {"metric": curve.metric, "scale": curve.scale, "levels": curve.gammas.tolist(), "items": counts}
+        found = {
+            "metric": curve.metric,
+            "scale": curve.scale,
+            "levels": curve.gammas.tolist(),
+            "items": counts,
+        }
         return found | {name: curve.settings.get(name) for name in COMMON}
 
     first, known = runs[0], conditions(runs[0].curve)
@@ -148,15 +178,21 @@ def check_comparable(runs: Sequence[Run]):
                 "differ; another tokenizer makes other data of texts): run `hf-descent evaluate` on both alike."
             )
     if first.curve.blocks is None or len(first.curve.blocks) < 2:
-        raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")
+        raise ValueError(
+            "All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`."
+        )
 
 
-def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95) -> Difference:
+def difference(
+    groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95
+) -> Difference:
     """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
     sides = [sorted(groups[name], key=lambda run: str(run.seed)) for name in (baseline, group)]
     seeds = [[run.seed for run in side] for side in sides]
     paired = seeds[0] == seeds[1] and None not in seeds[0] and len(set(seeds[0])) == len(seeds[0])
-    before, after = (np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides)  # [seeds, blocks]
+    before, after = (
+        np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides
+    )  # [seeds, blocks]
     # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
     means = [np.mean([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
     estimate = float(means[1] - means[0])
@@ -176,10 +212,18 @@ def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, c
         freedom = total**2 / (of_seeds**2 / freedoms).sum() if total else 1.0
         both = total + max(0.0, of_data - interaction)
         # Few seeds may agree by chance, and hide the data's part: by the seeds, by both, and by the data alone.
-        tests = [(total, freedom), (both, freedom * (both / total) ** 2 if total else freedom), (of_data, blocks - 1)]
-        radius, freedom = max((stats.t.ppf(quantile, freedom) * np.sqrt(part), freedom) for part, freedom in tests)
+        tests = [
+            (total, freedom),
+            (both, freedom * (both / total) ** 2 if total else freedom),
+            (of_data, blocks - 1),
+        ]
+        radius, freedom = max(
+            (stats.t.ppf(quantile, freedom) * np.sqrt(part), freedom) for part, freedom in tests
+        )
         p_value = max(
-            float(2 * stats.t.sf(abs(estimate) / np.sqrt(part), freedom) if part else estimate == 0.0)
+            float(
+                2 * stats.t.sf(abs(estimate) / np.sqrt(part), freedom) if part else estimate == 0.0
+            )
             for part, freedom in tests
         )
     curve = sides[0][0].curve
@@ -189,7 +233,9 @@ def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, c
 
 def _interaction(table: np.ndarray) -> float:
     """Mean square of the interaction of rows and columns of a table without replication."""
-    rest = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0, keepdims=True) + table.mean()
+    rest = (
+        table - table.mean(axis=1, keepdims=True) - table.mean(axis=0, keepdims=True) + table.mean()
+    )
     return float((rest**2).sum() / ((table.shape[0] - 1) * (table.shape[1] - 1)))
 
 
@@ -209,7 +255,10 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values: each group's folders, seeds and summaries (mean, deviation over seeds), and the verdicts."""
         groups = {name: self._summary(runs) for name, runs in self.groups.items()}
-        verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
+        verdicts = [
+            {**vars(found), "verdict": found.verdict, "text": str(found)}
+            for found in self.differences
+        ]
         return {"groups": groups, "differences": verdicts}
 
     def __str__(self) -> str:
@@ -219,9 +268,22 @@ class Comparison:
             counts = ", ".join(f"{row} ({count})" for row, count in found["missed"].items())
             missed += [f"Rows that runs of {name} miss: {counts}"] if counts else []
             unjudged = "of 0.1: not judged" if any(run.is_of_0_1 for run in runs) else ""
-            feasible = unjudged if found["feasible"] is None else "{} of {}".format(*found["feasible"])
-            rows.append([name, str(len(runs)), *(_format(*found[each]) for each in (*SUMMARIES, "sigma")), feasible])
-        levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
+            feasible = (
+                unjudged if found["feasible"] is None else "{} of {}".format(*found["feasible"])
+            )
+            rows.append(
+                [
+                    name,
+                    str(len(runs)),
+                    *(_format(*found[each]) for each in (*SUMMARIES, "sigma")),
+                    feasible,
+                ]
+            )
+        levels = (
+            ""
+            if self.gamma_train is None
+            else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
+        )
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}; in units of sigma"
         return "\n".join([title, format_table(rows), *missed, "", *map(str, self.differences)])
 
@@ -236,8 +298,16 @@ class Comparison:
             found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
         certificates = [each for each in (run.certificate for run in runs) if each is not None]
         feasible = [each.feasible for each in certificates]
-        missed = Counter(row for each in certificates for row, said in zip(each.rows, each.verdicts) if said != "met")
-        return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None, "missed": dict(missed)}
+        missed = Counter(
+            row
+            for each in certificates
+            for row, said in zip(each.rows, each.verdicts)
+            if said != "met"
+        )
+        return found | {
+            "feasible": (sum(feasible), len(feasible)) if feasible else None,
+            "missed": dict(missed),
+        }
 
 
 def compare(
@@ -264,7 +334,9 @@ def compare(
         for folder in folders:
             name = os.path.basename(os.path.normpath(folder))
             runs.setdefault(re.sub(r"[-_=](seed[-_=]?)?\d+$", "", name), []).append(folder)
-    groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
+    groups = {
+        name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()
+    }
     check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():
         seeds = [run.seed for run in group if run.seed is not None]
@@ -281,7 +353,9 @@ def compare(
         )
     groups = {baseline: groups[baseline]} | groups
     level = 1 - (1 - confidence) / (len(groups) - 1)
-    return Comparison(groups, [difference(groups, baseline, name, level) for name in groups if name != baseline])
+    return Comparison(
+        groups, [difference(groups, baseline, name, level) for name in groups if name != baseline]
+    )
 
 
 def _format(mean: float, deviation: float) -> str:

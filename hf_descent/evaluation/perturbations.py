@@ -11,7 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
-NEIGHBOURS = {letter: row[max(0, i - 1) : i] + row[i + 1 : i + 2] for row in KEYBOARD for i, letter in enumerate(row)}
+NEIGHBOURS = {
+    letter: row[max(0, i - 1) : i] + row[i + 1 : i + 2]
+    for row in KEYBOARD
+    for i, letter in enumerate(row)
+}
 
 
 class Typos:
@@ -22,9 +26,15 @@ class Typos:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None):
         self.tokenizer, self.max_length = tokenizer, max_length
 
-    def __call__(self, row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
+    def __call__(
+        self, row: Mapping[str, Any], level: float, generator: np.random.Generator
+    ) -> dict[str, Any]:
         kept = dict(row)
-        texts = [misspell(kept.pop(name), level, generator) for name in ("text", "text_pair") if name in row]
+        texts = [
+            misspell(kept.pop(name), level, generator)
+            for name in ("text", "text_pair")
+            if name in row
+        ]
         return {**kept, **self.tokenizer(*texts, truncation=True, max_length=self.max_length)}
 
 
@@ -45,7 +55,9 @@ def misspell(text: str, rate: float, generator: np.random.Generator) -> str:
     return typed
 
 
-def salt_and_pepper(row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
+def salt_and_pepper(
+    row: Mapping[str, Any], level: float, generator: np.random.Generator
+) -> dict[str, Any]:
     """Dead pixels: a share `level` of the values in `pixel_values` becomes the image's least or greatest one. What a
     denoiser is to restore, the `labels`, stays clean."""
     pixels = np.asarray(row["pixel_values"]).copy()

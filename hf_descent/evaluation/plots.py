@@ -22,7 +22,11 @@ STYLES = [
     {"color": COLORS[number % 3], "linestyle": LINES[number % 4], "marker": marker, "markersize": 4}
     for number, marker in enumerate(MARKERS)
 ]
-LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}  # inside it would hide lines
+LEGEND = {
+    "frameon": False,
+    "handlelength": 3.5,
+    "loc": "outside right upper",
+}  # inside it would hide lines
 
 
 def save_comparison(comparison: Comparison, folder: str) -> list[str]:
@@ -36,7 +40,10 @@ def save_comparison(comparison: Comparison, folder: str) -> list[str]:
     figures = {"metric_against_noise": plot_curves(comparison.groups)}
     if shared_levels(comparison.groups):
         figures["layer_losses"] = plot_layers(comparison.groups)
-    return [*contents, *(file for name, figure in figures.items() for file in save_figure(figure, folder, name))]
+    return [
+        *contents,
+        *(file for name, figure in figures.items() for file in save_figure(figure, folder, name)),
+    ]
 
 
 def save_figure(figure: Figure, folder: str | os.PathLike, name: str) -> list[str]:
@@ -56,7 +63,9 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
     for number, (name, runs) in enumerate(groups.items()):
         error = runs[0].curve.radius("mean") if len(runs) == 1 else 0.0
         curve = runs[0].curve
-        _line(axes, curve.gammas, [run.curve.mean for run in runs], error, name, number, len(groups))
+        _line(
+            axes, curve.gammas, [run.curve.mean for run in runs], error, name, number, len(groups)
+        )
     for gamma in {run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}:
         axes.axvline(gamma, color="0.8", zorder=0)
         place = {"transform": axes.get_xaxis_transform(), "ha": "right"}
@@ -72,7 +81,10 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Figures 1 and 7, loss of every layer: a panel for each noise level that all runs have a profile of; bars as in
     `plot_curves`, and short lines at what each row asked of its layer, the mean over runs that have the same rows."""
-    gammas, trained = shared_levels(groups), {run.gamma_train or 0.0 for runs in groups.values() for run in runs}
+    gammas, trained = (
+        shared_levels(groups),
+        {run.gamma_train or 0.0 for runs in groups.values() for run in runs},
+    )
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
@@ -81,35 +93,56 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
             error = first.radius("losses") if len(runs) == 1 else 0.0
             _line(axes, np.arange(1, len(losses[0]) + 1), losses, error, name, number, len(groups))
             if runs[0].summary.get("objective") not in UNCONSTRAINED and first.problem is not None:
-                asked = [run.profiles[gamma].certificate() for run in runs if run.profiles[gamma].problem is not None]
+                asked = [
+                    run.profiles[gamma].certificate()
+                    for run in runs
+                    if run.profiles[gamma].problem is not None
+                ]
                 draw_asked(axes, asked, STYLES[number % len(STYLES)]["color"], f"{name}: asked")
         axes.set(xlabel="layer", title=_title(gamma, trained))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
     ends = np.array([axes.dataLim.intervaly for axes in panels])
-    panels[0].set_yscale("log" if 0 < 10 * ends.min() < ends.max() else "linear")  # small losses stay apart
+    panels[0].set_yscale(
+        "log" if 0 < 10 * ends.min() < ends.max() else "linear"
+    )  # small losses stay apart
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
 
 
 def plot_evaluation(
-    losses: Sequence[float], certificate: Certificate | None = None, gamma_train: float = 0.0, constrained: bool = True
+    losses: Sequence[float],
+    certificate: Certificate | None = None,
+    gamma_train: float = 0.0,
+    constrained: bool = True,
 ) -> Figure:
     """The loss of every layer `[L]` in one evaluation without noise; of its certificate the 95 % intervals and, in a
     `constrained` training, what each row asked."""
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
-    _line(axes, np.arange(1, len(losses) + 1), [losses], certificate.loss_radii if certificate else 0.0, "", 0, 1)
+    _line(
+        axes,
+        np.arange(1, len(losses) + 1),
+        [losses],
+        certificate.loss_radii if certificate else 0.0,
+        "",
+        0,
+        1,
+    )
     if certificate and constrained:
         draw_asked(axes, [certificate])
         axes.legend(frameon=False)
-    title = _title(0.0, {gamma_train}) + (f"; training level {gamma_train:g}" if gamma_train else "")
+    title = _title(0.0, {gamma_train}) + (
+        f"; training level {gamma_train:g}" if gamma_train else ""
+    )
     axes.set(xlabel="layer", ylabel="held-out loss", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
-def draw_asked(axes: Axes, certificates: Sequence[Certificate], color: str = "black", label: str = "asked"):
+def draw_asked(
+    axes: Axes, certificates: Sequence[Certificate], color: str = "black", label: str = "asked"
+):
     """A short line for each row at the loss that it asks for: the mean over certificates of the same rows."""
     rows = certificates[0].rows
     layers = [int(name.split("_")[-1]) for name in rows]
@@ -125,13 +158,25 @@ def pixels(figure: Figure) -> np.ndarray:
 
 
 def _title(gamma: float, trained: Collection[float]) -> str:
-    return (f"noise level {gamma:g}" if gamma else "without noise") + (" (training level)" if gamma in trained else "")
+    return (f"noise level {gamma:g}" if gamma else "without noise") + (
+        " (training level)" if gamma in trained else ""
+    )
 
 
-def _line(axes: Axes, x: np.ndarray, runs: Sequence[np.ndarray], error, name: str, number: int, groups: int):
+def _line(
+    axes: Axes,
+    x: np.ndarray,
+    runs: Sequence[np.ndarray],
+    error,
+    name: str,
+    number: int,
+    groups: int,
+):
     """The mean of the runs, `[points]` each, bars from least to greatest; shifted, so that bars do not overlap."""
     mean = np.mean(runs, axis=0)
-    bars = np.stack([mean - np.min(runs, axis=0), np.max(runs, axis=0) - mean]).clip(min=0) + error  # [2, points]
+    bars = (
+        np.stack([mean - np.min(runs, axis=0), np.max(runs, axis=0) - mean]).clip(min=0) + error
+    )  # [2, points]
     shift = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
     style = STYLES[number % len(STYLES)]
     axes.errorbar(x + shift, mean, bars, label=name, elinewidth=0.7, capsize=2, **style)

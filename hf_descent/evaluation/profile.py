@@ -60,8 +60,14 @@ class LayerProfile(Result):
         """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`], in place
         of the profile's. ValueError without a problem."""
         if self.problem is None:
-            raise ValueError("Measured without `problem` (plain training has none), nothing can be judged: give it.")
-        problem, blocks, facts = DescentProblem(**self.problem), self.blocks[..., 2:], (self.facts or {}) | facts
+            raise ValueError(
+                "Measured without `problem` (plain training has none), nothing can be judged: give it."
+            )
+        problem, blocks, facts = (
+            DescentProblem(**self.problem),
+            self.blocks[..., 2:],
+            (self.facts or {}) | facts,
+        )
         return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
 
     @property
@@ -74,18 +80,27 @@ class LayerProfile(Result):
         """See [`DescentProblem`]; with constraints or without. `None` where f_L is not shown to be below chance."""
         problem, depth = self.problem, len(self.losses)
         if problem is None and self.chance and depth > 1:
-            problem = DescentProblem("line", self.chance, depth, chance_loss=self.chance).state_dict()
-        return None if problem is None else replace(self, problem=problem).certificate().descent_share
+            problem = DescentProblem(
+                "line", self.chance, depth, chance_loss=self.chance
+            ).state_dict()
+        return (
+            None if problem is None else replace(self, problem=problem).certificate().descent_share
+        )
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
         the noise; not a number without two blocks."""
-        statistic = {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[name]
+        statistic = {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[
+            name
+        ]
         return np.broadcast_to(radius(statistic, self.blocks, confidence), self.losses.shape)
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
-        found = {"largest_rise": largest_rise(torch.from_numpy(self.losses)), "descent_share": self.descent_share}
+        found = {
+            "largest_rise": largest_rise(torch.from_numpy(self.losses)),
+            "descent_share": self.descent_share,
+        }
         for layer, (loss, value) in enumerate(zip(self.losses, self.values), start=1):
             found |= {f"layer_loss_{layer}": loss, f"layer_{self.metric}_{layer}": value}
         if self.problem is not None:
@@ -97,14 +112,18 @@ class LayerProfile(Result):
         columns = self.losses, self.radius("losses"), self.values, self.radius("values")
         rows = [["layer", "loss", "+- (95 %)", self.metric, "+- (95 %)"]]
         for layer, (loss, loss_error, value, error) in enumerate(zip(*columns), start=1):
-            rows.append([f"{layer}", f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"])
+            rows.append(
+                [f"{layer}", f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"]
+            )
         text, share = format_table(rows), self.descent_share
         if share is not None:
             text += f"\ndescent share {share:.2f}, at f_L = {self.losses[-1]:.5g}"
         return text
 
 
-def layer_profile(model: nn.Module, dataset: Dataset | DataLoader, *, gamma: float = 0.0, **settings) -> LayerProfile:
+def layer_profile(
+    model: nn.Module, dataset: Dataset | DataLoader, *, gamma: float = 0.0, **settings
+) -> LayerProfile:
     """Loss and metric of `model` at every layer, through the readout that its layers share.
 
     f_l is the model's own loss, averaged over the items of the data set. `gamma` is the noise level of the input; the
@@ -148,7 +167,9 @@ def layer_profiles(
                 given = {"readout": evaluation.readout, "needs_logits": evaluation.needs_logits}
                 layers, constant = layers_and_predictor(model, inputs, evaluation.task, **given)
                 if problem is not None and problem.num_layers != (depth := layers.num_layers):
-                    fault = f"`problem` is of {problem.num_layers} layers, but the model has {depth}"
+                    fault = (
+                        f"`problem` is of {problem.num_layers} layers, but the model has {depth}"
+                    )
                     raise ValueError(f"{fault}: give the model's.")
             labels = constant and constant.of_batch(evaluation.task, inputs).plus(labels)
             scores = []
@@ -165,6 +186,12 @@ def layer_profiles(
         total = blocks[:, level].sum(axis=0)  # [layers, 4]
         found = mean_loss(total), metric_value(metric, scale, total)
         variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
-        chance = chance_of(labels and replace(labels, noise_variance=variance), evaluation.accelerator is not None)
-        profiles.append(LayerProfile(metric, *found, gamma, arguments, blocks[:, level], scale, fingerprint, chance))
+        chance = chance_of(
+            labels and replace(labels, noise_variance=variance), evaluation.accelerator is not None
+        )
+        profiles.append(
+            LayerProfile(
+                metric, *found, gamma, arguments, blocks[:, level], scale, fingerprint, chance
+            )
+        )
     return profiles

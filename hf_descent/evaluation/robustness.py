@@ -16,7 +16,16 @@ from ..constraints.problem import as_python
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout, evaluating
 from ..readout.tape import config_flags, switched_off
-from .scoring import Evaluation, Result, format_table, greater_is_better, mean_loss, metric_value, name_of, noise_key
+from .scoring import (
+    Evaluation,
+    Result,
+    format_table,
+    greater_is_better,
+    mean_loss,
+    metric_value,
+    name_of,
+    noise_key,
+)
 from .sums import BlockSums, pseudo_values, radius
 
 
@@ -73,7 +82,9 @@ class NoiseCurve(Result):
         """Standard deviation of the metric over draws (n - 1), `[G]`; not a number for a single draw."""
         if self.values.shape[1] == 1:
             return np.full(len(self.values), np.nan)
-        return (self.values - self.values[:, :1]).std(axis=1, ddof=1)  # shifted: exactly 0 for equal draws
+        return (self.values - self.values[:, :1]).std(
+            axis=1, ddof=1
+        )  # shifted: exactly 0 for equal draws
 
     @property
     def auc(self) -> float:
@@ -94,13 +105,21 @@ class NoiseCurve(Result):
     def auc_id(self) -> float | None:
         """Average of the metric over the levels up to `gamma_train` (interpolated there); `None` if there are none."""
         exists = self.gamma_train is not None and self.gamma_train >= self.gammas[0]
-        return self._average(self.gammas[0], min(self.gamma_train, self.gammas[-1])) if exists else None
+        return (
+            self._average(self.gammas[0], min(self.gamma_train, self.gammas[-1]))
+            if exists
+            else None
+        )
 
     @property
     def auc_ood(self) -> float | None:
         """Average of the metric over the levels above `gamma_train` (interpolated there); `None` if there are none."""
         exists = self.gamma_train is not None and self.gamma_train < self.gammas[-1]
-        return self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1]) if exists else None
+        return (
+            self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1])
+            if exists
+            else None
+        )
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
@@ -117,7 +136,9 @@ class NoiseCurve(Result):
         def statistic(sums):
             values = metric_value(self.metric, self.scale, sums)
             curve = replace(self, values=values, losses=mean_loss(sums), blocks=None)
-            return np.asarray(getattr(curve, name), dtype=float)  # of a summary that is `None`: not a number
+            return np.asarray(
+                getattr(curve, name), dtype=float
+            )  # of a summary that is `None`: not a number
 
         return statistic
 
@@ -133,17 +154,28 @@ class NoiseCurve(Result):
         levels = {}
         for gamma, value, loss in zip(self.gammas, self.mean, self.mean_losses):
             levels |= {f"{self.metric}@{gamma:g}": float(value), f"loss@{gamma:g}": float(loss)}
-        summaries = {name: getattr(self, name) for name in SUMMARIES if name != "auc" or len(self.gammas) > 1}
+        summaries = {
+            name: getattr(self, name) for name in SUMMARIES if name != "auc" or len(self.gammas) > 1
+        }
         if np.isfinite(error := self.radius("auc_over_range")):
             summaries["auc_over_range_radius"] = float(error)
-        return levels | {f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None}
+        return levels | {
+            f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None
+        }
 
     def __str__(self) -> str:
         rows = [["gamma", self.metric, "+- (95 %)", "sd of draws", "loss"]]
         radius = np.broadcast_to(self.radius("mean"), self.mean.shape)
-        for gamma, value, error, spread, loss in zip(self.gammas, self.mean, radius, self.std, self.mean_losses):
-            rows.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"])
-        area, error = f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}", self.radius("auc_over_range")
+        for gamma, value, error, spread, loss in zip(
+            self.gammas, self.mean, radius, self.std, self.mean_losses
+        ):
+            rows.append(
+                [f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"]
+            )
+        area, error = (
+            f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}",
+            self.radius("auc_over_range"),
+        )
         area += f" +- {error:.2g} (95 %)" if np.isfinite(error) else ""
         return format_table(rows) + (f"\n{area}" if len(self.gammas) > 1 else "")
 
@@ -183,18 +215,28 @@ def noise_curve(
     `noise` or a `DataLoader`, or `noise` that is attached already.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
-    gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
+    gamma_train = max(
+        levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None
+    )
     if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
-        raise ValueError(f"`gammas` is {gammas}, `draws` is {draws}; give one or more of each, levels from 0 on.")
+        raise ValueError(
+            f"`gammas` is {gammas}, `draws` is {draws}; give one or more of each, levels from 0 on."
+        )
     if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
-        raise ValueError("`perturbation` changes rows before they are collated; give a data set, and no `noise`.")
+        raise ValueError(
+            "`perturbation` changes rows before they are collated; give a data set, and no `noise`."
+        )
     if noise is not None and noise.is_attached:
-        raise ValueError("`noise` is attached to the model, and would perturb every level; remove it first.")
+        raise ValueError(
+            "`noise` is attached to the model, and would perturb every level; remove it first."
+        )
     if noise is None and perturbation is None and any(gammas):
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     evaluation = Evaluation(model, dataset, **settings)
     sums, readout = BlockSums(evaluation.accelerator), None
-    cells = [(level, draw) for level, gamma in enumerate(gammas) for draw in range(draws if gamma else 1)]
+    cells = [
+        (level, draw) for level, gamma in enumerate(gammas) for draw in range(draws if gamma else 1)
+    ]
     # Its router's loss, which a mixture of experts adds, is no part of the task loss.
     router_flags = config_flags(model.modules(), ["output_router_logits"])
     with evaluating(model), switched_off(router_flags):
@@ -204,7 +246,9 @@ def noise_curve(
                 gamma, inputs, noisy = gammas[level], batch, nullcontext()
                 if perturbation is not None:
                     first = index * evaluation.batch_size
-                    inputs = evaluation.collate(_perturbed(batch, first, gamma, draw, seed, perturbation))
+                    inputs = evaluation.collate(
+                        _perturbed(batch, first, gamma, draw, seed, perturbation)
+                    )
                 elif gamma:
                     noisy = noise.at(gamma, *noise_key(draw, gamma, index))
                 fingerprint = fingerprint or evaluation.fingerprint(inputs)
@@ -223,18 +267,25 @@ def noise_curve(
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
         "batch_size": getattr(dataset, "batch_size", evaluation.batch_size),
-        "samples": len(dataset) if has_length(dataset) and not isinstance(dataset, DataLoader) else None,
+        "samples": len(dataset)
+        if has_length(dataset) and not isinstance(dataset, DataLoader)
+        else None,
         "data": sums.fingerprint(),
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if kind is None else getattr(kind, "name", name_of(kind)),
     }
     conditions = {name: as_python(value) for name, value in conditions.items()}  # for JSON
     found = np.array(gammas), metric_value(metric, scale, total), mean_loss(total)
-    return NoiseCurve(metric, *found, gamma_train, blocks, scale, greater_is_better(evaluation.metric), conditions)
+    return NoiseCurve(
+        metric, *found, gamma_train, blocks, scale, greater_is_better(evaluation.metric), conditions
+    )
 
 
 def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str, Any]]:
     """The rows of a batch, numbered from `first`, perturbed at one level; equal numbers get equal errors."""
     keys = [noise_key(draw, gamma, number) for number in range(first, first + len(rows))]
     streams = (np.random.SeedSequence(seed, spawn_key=key) for key in keys)
-    return [perturbation(row, gamma, np.random.default_rng(stream)) for row, stream in zip(rows, streams)]
+    return [
+        perturbation(row, gamma, np.random.default_rng(stream))
+        for row, stream in zip(rows, streams)
+    ]

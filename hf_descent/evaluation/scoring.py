@@ -34,13 +34,19 @@ CUSTOM = "a function (logits, labels) -> (sum, count)"
 def greater_is_better(metric: Metric) -> bool:
     """The function's attribute of this name, also in a partial; without it yes, but for "rmse"."""
     function = getattr(metric, "func", metric)
-    return getattr(metric, "greater_is_better", getattr(function, "greater_is_better", metric != "rmse"))
+    return getattr(
+        metric, "greater_is_better", getattr(function, "greater_is_better", metric != "rmse")
+    )
 
 
 def name_of(function: str | Callable) -> str:
     """The name of a function, in a partial too, or of its class; what results call it."""
     function = getattr(function, "func", function)
-    return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    return (
+        function
+        if isinstance(function, str)
+        else getattr(function, "__name__", type(function).__name__)
+    )
 
 
 @dataclass
@@ -84,17 +90,27 @@ class Evaluation:
     def __post_init__(self):
         known = {"accuracy": _accuracy, "rmse": _squared_error}
         if isinstance(self.metric, str) != (name_of(self.metric) in known):
-            raise ValueError(f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM} of another name.")
+            raise ValueError(
+                f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM} of another name."
+            )
         if isinstance(self.dataset, Mapping):  # as `Trainer` takes them
-            raise ValueError(f"`dataset` holds {', '.join(map(repr, self.dataset))}; give one of them.")
+            raise ValueError(
+                f"`dataset` holds {', '.join(map(repr, self.dataset))}; give one of them."
+            )
         if self.batch_size < 1:
-            raise ValueError(f"`batch_size` is {self.batch_size}; give at least one sample a batch.")
+            raise ValueError(
+                f"`batch_size` is {self.batch_size}; give at least one sample a batch."
+            )
         self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
         self._inner = inner_model(self.model)
         self._collate = self.data_collator
         if self._collate is None:
-            can_pad = isinstance(self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
-            self._collate = DataCollatorWithPadding(self.processing_class) if can_pad else default_data_collator
+            can_pad = isinstance(
+                self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor
+            )
+            self._collate = (
+                DataCollatorWithPadding(self.processing_class) if can_pad else default_data_collator
+            )
         if self.remove_unused_columns:
             arguments = inspect.signature(type(self._inner).forward).parameters
             columns = [*arguments, *(self.label_names or ()), "label", "label_ids"]
@@ -113,8 +129,14 @@ class Evaluation:
         """(index, inputs) of this process's batches, as the model takes them, or (index, rows) for `collate`."""
         data, processes = self.dataset, self.accelerator
         collate = list if as_rows else self._collate
-        loader = data if isinstance(data, DataLoader) else DataLoader(data, int(self.batch_size), collate_fn=collate)
-        first, step = (0, 1) if processes is None else (processes.process_index, processes.num_processes)
+        loader = (
+            data
+            if isinstance(data, DataLoader)
+            else DataLoader(data, int(self.batch_size), collate_fn=collate)
+        )
+        first, step = (
+            (0, 1) if processes is None else (processes.process_index, processes.num_processes)
+        )
         total = math.ceil((len(loader) - first) / step) if has_length(loader) else None
         numbered = islice(enumerate(loader), first, None, step)
         for index, batch in tqdm(numbered, desc=title, total=total, disable=not self.progress):
@@ -124,7 +146,11 @@ class Evaluation:
         inputs = send_to_device(batch, next(self.model.parameters()).device)
         if self.task is None:
             self.task = TaskLoss.probe(
-                self.model, inputs, label_names=self.label_names, loss_fn=self.layer_loss_fn, readout=self.readout
+                self.model,
+                inputs,
+                label_names=self.label_names,
+                loss_fn=self.layer_loss_fn,
+                readout=self.readout,
             )
         return inputs
 
@@ -134,22 +160,42 @@ class Evaluation:
         `outputs` are the model's, or [`TokenStatistics`] where no logits are made.
         """
         if isinstance(outputs, TokenStatistics):
-            hits, losses, count = float(outputs.hits.sum()), float(outputs.losses.sum()), len(outputs.losses)
+            hits, losses, count = (
+                float(outputs.hits.sum()),
+                float(outputs.losses.sum()),
+                len(outputs.losses),
+            )
             return torch.tensor([hits, count, losses, count], dtype=torch.float64)
         logits, labels = self.task.predictions(outputs, inputs)
         items = self.task.count(inputs)
         # As Trainer gives a custom loss the items of the batch. The mean over none is not a number.
-        loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items) if items else 0.0
-        config = getattr(self._inner, "config", None)  # whose `problem_type` the first forward may find out
-        if self._score is _accuracy and getattr(config, "problem_type", None) == "multi_label_classification":
-            logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()  # two classes a label
+        loss = (
+            self.task(outputs, inputs, None if self.task.loss_fn is None else items)
+            if items
+            else 0.0
+        )
+        config = getattr(
+            self._inner, "config", None
+        )  # whose `problem_type` the first forward may find out
+        if (
+            self._score is _accuracy
+            and getattr(config, "problem_type", None) == "multi_label_classification"
+        ):
+            logits, labels = (
+                torch.stack([-logits, logits], dim=-1),
+                (labels > 0.5).long(),
+            )  # two classes a label
         total, count = self._score(logits, labels)
-        return torch.tensor([float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64)
+        return torch.tensor(
+            [float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64
+        )
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that differs for other data: of its signal and labels, which models of any kind share."""
         names = [getattr(self._inner, "main_input_name", "input_ids"), *self.task.label_names]
-        return fingerprint_of_tensors((name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name)))
+        return fingerprint_of_tensors(
+            (name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name))
+        )
 
 
 class Result:
@@ -157,7 +203,10 @@ class Result:
 
     def __post_init__(self):
         for each in fields(self):
-            if each.type in (np.ndarray, np.ndarray | None) and (value := getattr(self, each.name)) is not None:
+            if (
+                each.type in (np.ndarray, np.ndarray | None)
+                and (value := getattr(self, each.name)) is not None
+            ):
                 setattr(self, each.name, np.asarray(value, dtype=np.float64))
 
     def to_json(self, path: str):
@@ -200,18 +249,28 @@ def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if labels.is_floating_point():
-        raise ValueError(f"`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or {CUSTOM}.")
+        raise ValueError(
+            f"`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or {CUSTOM}."
+        )
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"`metric` is 'accuracy', but there is no prediction for each label: logits are of shape "
             f"{list(logits.shape)}, labels of {list(labels.shape)}. Use {CUSTOM}."
         )
-    largest, found = logits.max(-1)  # not a number where a logit is not, of which `found` would be some class
-    hits = torch.where(largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float())
+    largest, found = logits.max(
+        -1
+    )  # not a number where a logit is not, of which `found` would be some class
+    hits = torch.where(
+        largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float()
+    )
     return hits.sum(), (labels != IGNORE_INDEX).sum()
 
 
 def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
     if not labels.is_floating_point():
-        raise ValueError(f"`metric` is 'rmse' but the labels are integers; use 'accuracy' or {CUSTOM}.")
-    return F.mse_loss(logits.float().reshape(labels.shape), labels.float(), reduction="sum"), labels.numel()
+        raise ValueError(
+            f"`metric` is 'rmse' but the labels are integers; use 'accuracy' or {CUSTOM}."
+        )
+    return F.mse_loss(
+        logits.float().reshape(labels.shape), labels.float(), reduction="sum"
+    ), labels.numel()

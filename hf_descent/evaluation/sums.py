@@ -35,11 +35,15 @@ def pseudo_values(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndar
 def check_confidence(confidence: float) -> None:
     """ValueError unless it is a level."""
     if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95.")
+        raise ValueError(
+            f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95."
+        )
 
 
 def radius(
-    statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray | None, confidence: float = 0.95
+    statistic: Callable[[np.ndarray], np.ndarray],
+    blocks: np.ndarray | None,
+    confidence: float = 0.95,
 ) -> np.ndarray | float:
     """Half-width of the two-sided t interval of `statistic`; not a number where there are fewer than two blocks."""
     check_confidence(confidence)
@@ -55,7 +59,9 @@ class BlockSums:
     `accelerator` share."""
 
     def __init__(self, accelerator: Accelerator | None = None):
-        self._gather = list if accelerator is None or accelerator.num_processes == 1 else gather_object
+        self._gather = (
+            list if accelerator is None or accelerator.num_processes == 1 else gather_object
+        )
         self._sums: dict[int, np.ndarray] = {}  # block -> [..., 4]
         self._fingerprints: list[tuple[int, str]] = []  # (index, fingerprint) of each batch
 
@@ -72,12 +78,16 @@ class BlockSums:
         blocks = [sum(sums[number] for sums in gathered if number in sums) for number in numbers]
         counts = np.array(blocks)[..., [1, 3]] if blocks else np.zeros((1, 2))
         if not (counts.sum(axis=0) > 0).all():
-            raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
+            raise ValueError(
+                "`dataset` is empty or holds no labels that count; give labelled held-out data."
+            )
         return np.array(blocks)[counts.reshape(len(blocks), -1).any(axis=1)]
 
     def fingerprint(self) -> str:
         """A short text that differs for other data or other batches, over all processes."""
-        return hashlib.sha256(repr(sorted(self._gather(self._fingerprints))).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(sorted(self._gather(self._fingerprints))).encode()).hexdigest()[
+            :16
+        ]
 
 
 def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:

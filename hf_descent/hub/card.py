@@ -40,16 +40,47 @@ TASKS = {
 }
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 # Numbers of an evaluation that are no metrics of the whole model, or have a table of their own.
-NO_METRICS = ("runtime", "per_second", "epoch", "layer_", "violation", "feasible", "@", "ratio_", "descent_share")
-NO_METRICS += ("largest_rise", "num_", "preparation_time", "_radius", "eval_samples", "test_samples", "_steps")
+NO_METRICS = (
+    "runtime",
+    "per_second",
+    "epoch",
+    "layer_",
+    "violation",
+    "feasible",
+    "@",
+    "ratio_",
+    "descent_share",
+)
+NO_METRICS += (
+    "largest_rise",
+    "num_",
+    "preparation_time",
+    "_radius",
+    "eval_samples",
+    "test_samples",
+    "_steps",
+)
 # Tasks with a class in PEFT; `AutoPeftModel` reads the class of any other model from the adapter.
-PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+PEFT_TASKS = (
+    "CausalLM",
+    "Seq2SeqLM",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+)
 
 
 def render(card: Mapping[str, Any]) -> ModelCard:
     """The model card of what [`~hub.push.collect`] gathered: at least `model_name`, `architecture`, `objective`,
     `library_name` and `paper`. Results that are missing are left out."""
-    may_be_missing = ("descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile")
+    may_be_missing = (
+        "descent",
+        "evaluation",
+        "settings",
+        "versions",
+        "noise_curve",
+        "exit_profile",
+    )
     card = {**card, **{name: card.get(name) or {} for name in may_be_missing}}
     auto_class, task = _task(card)
     names = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")
@@ -122,14 +153,20 @@ def _eval_results(card, task) -> list[EvalResult]:
             metric_name=name.replace("@", " at noise gamma "),
             metric_value=float(value),
         )
-        for name, value in (metrics_of(card["evaluation"]) | card["noise_curve"].get("values", {})).items()
+        for name, value in (
+            metrics_of(card["evaluation"]) | card["noise_curve"].get("values", {})
+        ).items()
         if value is not None and math.isfinite(value)
     ]
 
 
 def _usage(card, auto_class) -> str:
     """The code that loads the model."""
-    name, architecture, descent = card.get("repo_id") or card["model_name"], card["architecture"], card["descent"]
+    name, architecture, descent = (
+        card.get("repo_id") or card["model_name"],
+        card["architecture"],
+        card["descent"],
+    )
     own, adapted = card.get("needs_package"), card["library_name"] == "peft"
     # An adapter is saved without the config of its base.
     labels = f", num_labels={descent['num_labels']}" if adapted and "num_labels" in descent else ""
@@ -142,7 +179,10 @@ def _usage(card, auto_class) -> str:
         module, class_name = "transformers", auto_class
         if adapted:
             kind = (auto_class or "").removeprefix("AutoModelFor")
-            module, class_name = "peft", f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel"
+            module, class_name = (
+                "peft",
+                f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel",
+            )
         elif auto_class is None:
             module, class_name = "hf_descent.models" if own else module, architecture
         imports = {module: [class_name]}

@@ -47,7 +47,11 @@ GIVEN = (
 BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
 # What `generate(custom_generate=REPO)` runs. A model that trusts its folder has it for its own `generate`.
 DECODING_FILE, REQUIREMENTS_FILE = "custom_generate/generate.py", "custom_generate/requirements.txt"
-OPTIONAL_FILES = (BENCHMARK_FILE, DECODING_FILE, REQUIREMENTS_FILE)  # those of a former training are to go
+OPTIONAL_FILES = (
+    BENCHMARK_FILE,
+    DECODING_FILE,
+    REQUIREMENTS_FILE,
+)  # those of a former training are to go
 DECODING = """\
 \"\"\"Decodes with drafts by the first layers; the text is that of the whole model.\"\"\"
 
@@ -77,14 +81,25 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     """
     folder, run = Path(folder).absolute(), RunFolder(folder)  # a name on the Hub is no folder
     config, adapter = (find_json(str(folder), name) for name in (CONFIG_NAME, ADAPTER))
-    if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
-        raise ValueError(f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder.")
+    if not (
+        config or adapter or facts.get("architecture")
+    ):  # TRL's trainers ask before they save a model
+        raise ValueError(
+            f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder."
+        )
     descent = run.summary
     left_out = (*RESULTS, "baseline", "evaluated")
     known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
-    known |= {name: value for name, value in find_json(str(folder), run.CARD).items() if name in GIVEN}
+    known |= {
+        name: value for name, value in find_json(str(folder), run.CARD).items() if name in GIVEN
+    }
     architecture = (config.get("architectures") or [descent.get("model", "AutoModel")])[0]
-    card = {"model_name": folder.resolve().name, "architecture": architecture, "tags": TAGS, "paper": PAPER}
+    card = {
+        "model_name": folder.resolve().name,
+        "architecture": architecture,
+        "tags": TAGS,
+        "paper": PAPER,
+    }
     card |= known | {name: value for name, value in facts.items() if value is not None}
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "peft" if adapter else "transformers"
@@ -101,29 +116,48 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
         if results := run.read(f"{prefix}_results.json"):
             card["split"] = split
-            card["evaluation"] = {name: value for name, value in results.items() if name.startswith(f"{prefix}_")}
+            card["evaluation"] = {
+                name: value for name, value in results.items() if name.startswith(f"{prefix}_")
+            }
             written = (folder / f"{prefix}_results.json").stat().st_mtime
             card["evaluated"] = datetime.fromtimestamp(written, UTC).date().isoformat()
             losses = run.read("layer_profile.json").get("losses")
             loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
-            if loss and not math.isclose(loss, losses[-1], rel_tol=3e-3):  # `evaluate` has taken other rows since
+            if loss and not math.isclose(
+                loss, losses[-1], rel_tol=3e-3
+            ):  # `evaluate` has taken other rows since
                 card["evaluation"] = card["split"] = None
     # Without noise a denoiser's input is the answer: nothing that it does then is met.
-    level = upper_level(descent.get("noise_gamma")) if card["architecture"].endswith("Denoising") else None
+    level = (
+        upper_level(descent.get("noise_gamma"))
+        if card["architecture"].endswith("Denoising")
+        else None
+    )
     for name, kind in RESULTS.items():
         results = run.results(kind, f"{name}*" if level else name)
-        for result in [each for each in results if level is None or getattr(each, "gamma", level) == level]:
+        for result in [
+            each for each in results if level is None or getattr(each, "gamma", level) == level
+        ]:
             card[name] = _shown(result)
-            if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
+            if (
+                name == "layer_profile" and result.problem
+            ):  # version 0.1 wrote no verdict; today's is of the same data
                 card["verdict"] = _shown(result.certificate())
     if curve := card.get("noise_curve"):  # `evaluate` may have taken other levels since
-        newer, given = dict.fromkeys(f"{curve['metric']}_{name}" for name in SUMMARIES), card.get("evaluation") or {}
+        newer, given = (
+            dict.fromkeys(f"{curve['metric']}_{name}" for name in SUMMARIES),
+            card.get("evaluation") or {},
+        )
         newer |= curve["values"]
-        card["evaluation"] = {name: newer.get(name.split("_", 1)[-1], value) for name, value in given.items()}
+        card["evaluation"] = {
+            name: newer.get(name.split("_", 1)[-1], value) for name, value in given.items()
+        }
     metrics = metrics_of(card.get("evaluation") or {})
     if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
         measured = ", ".join(metrics) or "no evaluation"
-        raise ValueError(f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has.")
+        raise ValueError(
+            f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has."
+        )
     return plain(card)
 
 
@@ -136,10 +170,14 @@ def write_card(folder: str | Path, **facts: Any) -> None:
     drawn = {"layers": plot_layers} if run.profiles else {}
     drawn |= {"noise": plot_curves} if run.curve else {}
     card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
-    text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
+    text = str(
+        render(card)
+    )  # before anything is written, so that a card that fails leaves the old one
     contents = {RunFolder.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
     if entry := benchmark_entry(card):
-        contents[BENCHMARK_FILE] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
+        contents[BENCHMARK_FILE] = yaml.safe_dump(
+            eval_result_entries_to_yaml([entry]), sort_keys=False
+        )
     drafts = card.get("speculation_profile", {}).get("draft_with")
     if drafts and card["library_name"] != "peft":  # an adapter's repository holds no model
         contents[DECODING_FILE] = DECODING.format(drafts=drafts)
@@ -157,7 +195,11 @@ def _shown(result: Result) -> dict[str, Any]:
     shown = {"text": str(result)}
     match result:
         case NoiseCurve():
-            values = {name: value for name, value in result.to_dict().items() if not name.endswith("_radius")}
+            values = {
+                name: value
+                for name, value in result.to_dict().items()
+                if not name.endswith("_radius")
+            }
             shown |= {"metric": result.metric, "values": values}
         case LayerProfile():
             shown["gamma"] = result.gamma
@@ -167,13 +209,19 @@ def _shown(result: Result) -> dict[str, Any]:
             layer = result.cheapest()
             shown["exit_layer"] = layer if layer < len(result.values) else None
         case SpeculationProfile():
-            shown["draft_with"] = result.best and f"{result.best}, {result.shortlist}, length={result.length}"
+            shown["draft_with"] = (
+                result.best and f"{result.best}, {result.shortlist}, length={result.length}"
+            )
     return shown
 
 
 def hub_id(name: str | None) -> str | None:
     """`name` if it may be an id on the Hub; `None` for a folder of this machine or of another."""
-    return name if name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
+    return (
+        name
+        if name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+        else None
+    )
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:

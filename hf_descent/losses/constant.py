@@ -19,10 +19,15 @@ from ..readout.stack import inner_model, map_tensors
 from .task import TaskLoss
 
 
-MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
+MAX_POSITIONS = (
+    2**16
+)  # answers are counted up to there: the first batch does not tell how long others are
 FEW_CLASSES = 1000  # of more, many are seen rarely or never
 MOST_FORWARD = 64  # classes whose weights in a model's own loss are compared, which takes a forward for every few
-FEW_LABELS, MANY_LABELS = 2_000, 100_000  # the latter of more classes, and of tokens: those of one text are alike
+FEW_LABELS, MANY_LABELS = (
+    2_000,
+    100_000,
+)  # the latter of more classes, and of tokens: those of one text are alike
 
 
 @dataclass
@@ -40,7 +45,9 @@ class ConstantPredictor:
     label_smoothing: float = 0.0  # of the classes, as `label_smoothing_factor`
     scale: float = 1.0  # the task loss of numbers in units of the mean squared error
     noise_variance: float = 0.0  # of the noise that the model's input gets beside that in the data
-    signal: str | None = None  # name of a denoiser's input, which predicts its labels by itself, or of the texts
+    signal: str | None = (
+        None  # name of a denoiser's input, which predicts its labels by itself, or of the texts
+    )
     enough: int = FEW_LABELS  # how many labels tell the loss
     rounding: float = 0.0  # by what share the model may round its loss down, in half precision
     # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
@@ -60,7 +67,9 @@ class ConstantPredictor:
         """These statistics, with others of the same task; none where labels differ in shape."""
         if other is None:
             return self
-        alike = None not in (self.moments, other.moments) and self.moments.shape == other.moments.shape
+        alike = (
+            None not in (self.moments, other.moments) and self.moments.shape == other.moments.shape
+        )
         return replace(self, moments=self.moments + other.moments if alike else None)
 
     def update(self, labels: torch.Tensor, signal: torch.Tensor | None = None) -> int:
@@ -75,11 +84,15 @@ class ConstantPredictor:
                 powers.append((signal.cpu().double().reshape(rows.shape) - rows).square())
             moments, number = torch.stack(powers).sum(1), len(rows)
         else:
-            ends = labels.cpu().reshape(-1, 2 if self.kind == "positions" else 1).unbind(-1)  # [labels] each
+            ends = (
+                labels.cpu().reshape(-1, 2 if self.kind == "positions" else 1).unbind(-1)
+            )  # [labels] each
             ends = [end[(end >= 0) & (end < self.num_classes)] for end in ends]
             if signal is not None:
                 ends.append(torch.full_like(ends[0], min(signal.shape[1], self.num_classes - 1)))
-            moments = torch.stack([end.bincount(minlength=self.num_classes) for end in ends]).double()
+            moments = torch.stack(
+                [end.bincount(minlength=self.num_classes) for end in ends]
+            ).double()
             number = len(ends[0])
         if self.moments is not None and self.moments.shape != moments.shape:
             raise unmeasurable("labels that are numbers in rows of several lengths")
@@ -100,7 +113,9 @@ class ConstantPredictor:
         """What no constant prediction of just these labels stays below, nor a denoiser's input itself; 0 where there
         is nothing to predict. Of many classes, of which labels show but some, it is an estimate as in `loss`."""
         estimates = self.kind == "classes" and self.num_classes > FEW_CLASSES
-        least = 0.0 if self.moments is None else self._loss(*self.moments.numpy(), estimates=estimates)
+        least = (
+            0.0 if self.moments is None else self._loss(*self.moments.numpy(), estimates=estimates)
+        )
         return (1 - self.rounding) * float(least)
 
     def _loss(self, *moments: np.ndarray, estimates: bool = True) -> float:
@@ -108,8 +123,16 @@ class ConstantPredictor:
             moments = [counts[: np.max(counts.nonzero(), initial=0) + 1] for counts in moments]
         if self.kind in ("classes", "positions"):
             of_counts = entropy if estimates else _entropy_of_frequencies
-            even = [np.log(np.arange(1, len(counts))) @ counts[1:] / counts.sum() for counts in moments[2:]]
-            return min([np.mean([of_counts(counts, self.label_smoothing) for counts in moments[:2]]), *even])
+            even = [
+                np.log(np.arange(1, len(counts))) @ counts[1:] / counts.sum()
+                for counts in moments[2:]
+            ]
+            return min(
+                [
+                    np.mean([of_counts(counts, self.label_smoothing) for counts in moments[:2]]),
+                    *even,
+                ]
+            )
         number, total, squares, *difference = moments  # [dims] each
         mean = total / number
         if self.kind == "multi_label":
@@ -177,24 +200,39 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
     """What measures the least loss of a constant prediction, found out on a batch and the model's outputs on it;
     ValueError where no least value is known for the loss."""
     logits, labels = output_logits(outputs), labels_of(inputs, task.label_names)
-    classes, make = logits.shape[-1], partial(ConstantPredictor, rounding=torch.finfo(logits.dtype).eps)
-    if "start_positions" in inputs:  # of extractive question answering; Trainer's smoother knows nothing of it
+    classes, make = (
+        logits.shape[-1],
+        partial(ConstantPredictor, rounding=torch.finfo(logits.dtype).eps),
+    )
+    if (
+        "start_positions" in inputs
+    ):  # of extractive question answering; Trainer's smoother knows nothing of it
         if task.loss_fn is not None:
             raise unmeasurable("a custom loss of answers")
-        return make(MAX_POSITIONS, "positions", signal=getattr(inner_model(task.model), "main_input_name", None))
+        return make(
+            MAX_POSITIONS,
+            "positions",
+            signal=getattr(inner_model(task.model), "main_input_name", None),
+        )
     if labels is None:
         raise unmeasurable("data without labels")
     given, *_ = names_of_labels(inputs, task.label_names)
     if labels.is_floating_point() and labels.numel() != logits.numel():
-        raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+        raise unmeasurable(
+            f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
+        )
     if classes == 1 and not labels.is_floating_point():
-        raise unmeasurable("whole labels of a single logit, which models take for numbers (give them as floats)")
+        raise unmeasurable(
+            "whole labels of a single logit, which models take for numbers (give them as floats)"
+        )
     config = getattr(task.model, "config", None)
     multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
     if labels.is_floating_point() and not multi_label:
         name = getattr(inner_model(task.model), "main_input_name", None)
         signal = inputs.get(name)
-        is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
+        is_denoiser = (
+            signal is not None and signal.is_floating_point() and signal.shape == labels.shape
+        )
         scale = _loss_scale(task, inputs, given, logits)
         return make(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
     label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
@@ -208,7 +246,9 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 def _check_cross_entropy(task, inputs, name, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch with labels `name` is not the (binary) cross-entropy taken for it."""
     labels, number = inputs[name], output_logits(outputs).shape[-1]
-    most = min(number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES)  # classes that are tried
+    most = min(
+        number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES
+    )  # classes that are tried
     if multi_label or (labels.dim() > 1 and number > FEW_CLASSES):
         _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
         for row in torch.eye(number)[:most] if multi_label else ():  # each class may have a weight
@@ -236,7 +276,9 @@ def _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) 
     if task.loss_fn is not None:
         # Of a fresh model all losses are alike, weighted ones too: the custom loss is tried on logits far apart.
         logits = output_logits(outputs).float()
-        outputs = ModelOutput(logits=3 * torch.arange(logits.numel(), device=logits.device).sin().view_as(logits))
+        outputs = ModelOutput(
+            logits=3 * torch.arange(logits.numel(), device=logits.device).sin().view_as(logits)
+        )
     try:
         loss = task(outputs, inputs, task.count(inputs) if task.loss_fn is not None else None)
     except TypeError:  # it is no loss at all, whatever f_0 is
@@ -247,10 +289,16 @@ def _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) 
     if multi_label:
         expected = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
     elif logits.shape[:-1] != labels.shape:
-        raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+        raise unmeasurable(
+            f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
+        )
     else:
-        expected = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), label_smoothing=label_smoothing)
-    if abs(loss - expected) > (0.02 if loss.dtype.itemsize < 4 else 1e-4) * expected:  # which half precision rounds
+        expected = F.cross_entropy(
+            logits.flatten(0, -2).float(), labels.flatten(), label_smoothing=label_smoothing
+        )
+    if (
+        abs(loss - expected) > (0.02 if loss.dtype.itemsize < 4 else 1e-4) * expected
+    ):  # which half precision rounds
         raise unmeasurable("a loss other than the cross-entropy (class weights?)")
 
 
@@ -262,8 +310,14 @@ def _loss_scale(task, inputs, name, logits) -> float:
         residual = torch.ones_like(labels)
     flat = residual.reshape(len(labels), -1)  # [rows, numbers]
     far = 100 if labels.dtype.itemsize > 2 else 2  # a Huber loss is no squared error far off
-    tried, scales, predicted = [residual, far * residual], [], logits.reshape(labels.shape).to(labels)
-    for place in range(0, flat.shape[1], math.ceil(flat.shape[1] / 8)):  # each number may have a weight of its own
+    tried, scales, predicted = (
+        [residual, far * residual],
+        [],
+        logits.reshape(labels.shape).to(labels),
+    )
+    for place in range(
+        0, flat.shape[1], math.ceil(flat.shape[1] / 8)
+    ):  # each number may have a weight of its own
         alone = torch.zeros_like(flat)
         alone[:, place] = flat.abs().max()
         tried.append(alone.view_as(labels))
@@ -275,7 +329,15 @@ def _loss_scale(task, inputs, name, logits) -> float:
         else:
             with probing(task.model):
                 loss = output_loss(task.model(**batch))
-        scales.append((loss / (batch[name].float() - predicted.float()).square().mean()).item())  # as rounded
-    if not (math.isfinite(scales[0]) and scales[0] > 0 and np.allclose(scales, scales[0], rtol=0.02, atol=0)):
+        scales.append(
+            (loss / (batch[name].float() - predicted.float()).square().mean()).item()
+        )  # as rounded
+    if not (
+        math.isfinite(scales[0])
+        and scales[0] > 0
+        and np.allclose(scales, scales[0], rtol=0.02, atol=0)
+    ):
         raise unmeasurable("a loss of numbers that is not proportional to the squared error")
-    return float(f"{scales[0]:.5g}")  # without the rounding errors of this batch: a resumed run measures on another
+    return float(
+        f"{scales[0]:.5g}"
+    )  # without the rounding errors of this batch: a resumed run measures on another

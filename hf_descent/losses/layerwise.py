@@ -92,7 +92,9 @@ class ReplayedLosses:
         given = self.task.model_inputs(inputs)
         if items is not None and self.task.accepts_items:
             given["num_items_in_batch"] = items
-        unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
+        unweighted = [
+            layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted
+        ]
         with self.readout.attach(read, no_grad_layers=unweighted):
             outputs = model(**given)
         parts = torch.stack(losses).float()  # [layers]
@@ -106,13 +108,20 @@ class ReplayedLosses:
         return StepLosses(value, parts.detach(), outputs, self._tokens(outputs, inputs))
 
     def measure(
-        self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits=True, key=None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        score: Callable | None = None,
+        keep_logits=True,
+        key=None,
     ) -> MeasuredLosses:
         """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
         where none are made, its [`TokenStatistics`]. With a `key` (integers) layers are read on a sample of tokens,
         as in training, drawn by that key, the same for all layers, so that their differences are less noisy."""
         count, losses, scores = self.task.count(inputs), [], []
-        items = count if self.task.loss_fn is not None else None  # as Trainer gives a custom loss those of the batch
+        items = (
+            count if self.task.loss_fn is not None else None
+        )  # as Trainer gives a custom loss those of the batch
 
         def read(layer, outputs, hidden):
             losses.append(self.task(outputs, inputs, items))
@@ -131,14 +140,26 @@ class ReplayedLosses:
         logits, labels = self.task.predictions(outputs, inputs)
         labelled = labels != IGNORE_INDEX  # [batch, n]
         logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
-        predicted = Categorical(logits=logits, validate_args=False)  # a check would wait for the device
-        return TokenStatistics(-predicted.log_prob(targets), predicted.entropy(), logits.argmax(-1) == targets)
+        predicted = Categorical(
+            logits=logits, validate_args=False
+        )  # a check would wait for the device
+        return TokenStatistics(
+            -predicted.log_prob(targets), predicted.entropy(), logits.argmax(-1) == targets
+        )
 
 
 class TiledLosses:
     """As [`ReplayedLosses`], of a final norm and a linear head, read in tiles without making logits."""
 
-    def __init__(self, head: HeadReadout, task: TaskLoss, token_fraction, token_statistics=False, seed=0, same=False):
+    def __init__(
+        self,
+        head: HeadReadout,
+        task: TaskLoss,
+        token_fraction,
+        token_statistics=False,
+        seed=0,
+        same=False,
+    ):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
         self.token_fraction, self._token_statistics = token_fraction, token_statistics
         self._head, self._seed, self._same = head, seed, same
@@ -147,7 +168,9 @@ class TiledLosses:
         tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), self._same)
         # What the sums of this micro-batch are divided by, to give its mean times its share.
         divisor = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
-        unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
+        unweighted = [
+            layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted
+        ]
         found = []
 
         def read_layers(read, outputs, hidden_states):
@@ -161,7 +184,11 @@ class TiledLosses:
             parts = parts.detach().requires_grad_()  # [layers]
             weights = torch.autograd.grad(objective.value(parts, share), parts)[0]
             losses = read(
-                tokens, weights, num_items=divisor, value_only=unweighted, token_statistics=self._token_statistics
+                tokens,
+                weights,
+                num_items=divisor,
+                value_only=unweighted,
+                token_statistics=self._token_statistics,
             )
             found.append(losses)
             # Trainer's label smoothing leaves the router's loss out.
@@ -197,7 +224,9 @@ class TiledLosses:
     def _generator(self, key) -> torch.Generator:
         """Depends on where training stands, so that a resumed run draws the tokens of the run that it continues."""
         # One number more than the key of the noise, for a stream of its own.
-        seed = np.random.SeedSequence(self._seed, spawn_key=(*key, 1)).generate_state(1, np.uint64)[0]
+        seed = np.random.SeedSequence(self._seed, spawn_key=(*key, 1)).generate_state(1, np.uint64)[
+            0
+        ]
         return torch.Generator().manual_seed(int(seed))
 
 
@@ -247,14 +276,22 @@ def find_layer_losses(
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
-        tiled = HeadReadout.probe(model, inputs, task.shifts_labels, getattr(task.smoother, "epsilon", 0.0))
+        tiled = HeadReadout.probe(
+            model, inputs, task.shifts_labels, getattr(task.smoother, "epsilon", 0.0)
+        )
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
-            raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason
+            raise ValueError(
+                f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}"
+            ) from reason
         head = "the model's own head" if readout is None else "`readout`"
-        logger.info(f"Layers are read by {head}, run once per layer. The faster way, in tiles, is not taken: {reason}")
+        logger.info(
+            f"Layers are read by {head}, run once per layer. The faster way, in tiles, is not taken: {reason}"
+        )
         if trains and readout is not None:
-            logger.warning_once("`readout` is not saved: loaded, or cut by `truncate`, the model has its own head.")
+            logger.warning_once(
+                "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head."
+            )
         if trains:
             task.takes_items = task.divides_by_items(inputs)
         return ReplayedLosses(replay, task, token_statistics)
@@ -265,7 +302,9 @@ def find_layer_losses(
     return TiledLosses(tiled, task, token_fraction, token_statistics, seed, same_tokens)
 
 
-def layers_and_predictor(model, inputs, task: TaskLoss, **settings) -> tuple[LayerLosses, ConstantPredictor | None]:
+def layers_and_predictor(
+    model, inputs, task: TaskLoss, **settings
+) -> tuple[LayerLosses, ConstantPredictor | None]:
     """As [`find_layer_losses`], and what measures the loss of a constant prediction, where a least one is known."""
     layers, inputs = find_layer_losses(model, inputs, task, **settings), task.short(inputs)
     with suppress(ValueError):

@@ -64,7 +64,11 @@ class DustLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DustConfig):
         super().__init__()
-        self.sparsity, self.coupling, self.curvature = config.sparsity, config.coupling, config.curvature
+        self.sparsity, self.coupling, self.curvature = (
+            config.sparsity,
+            config.coupling,
+            config.curvature,
+        )
         self.dictionary = nn.Parameter(torch.empty(config.hidden_size, config.dictionary_size))  # D
 
     def forward(
@@ -73,10 +77,14 @@ class DustLayer(GradientCheckpointingLayer):
         """The next reconstruction `[batch, frames, hidden]` and code `[batch, frames, dictionary_size]`, from those of
         the layer before and the noisy patches `[batch, frames, hidden]`."""
         if self.coupling:
-            code = symmetric_attention(reconstruction, code, self_weight=self.curvature / (2 * self.coupling))
+            code = symmetric_attention(
+                reconstruction, code, self_weight=self.curvature / (2 * self.coupling)
+            )
         residual = pixel_values - code @ self.dictionary.T  # [batch, frames, hidden]
         code = code + residual @ self.dictionary / self.curvature
-        code = F.softshrink(code, self.sparsity / self.curvature)  # [batch, frames, dictionary_size]
+        code = F.softshrink(
+            code, self.sparsity / self.curvature
+        )  # [batch, frames, dictionary_size]
         return code @ self.dictionary.T, code
 
 
@@ -93,7 +101,8 @@ class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
     def __init__(self, config: DustConfig):
         super().__init__(config)
         self.layers = nn.ModuleList(
-            DustLayer(config) for _ in range(1 if config.shared_dictionary else config.num_hidden_layers)
+            DustLayer(config)
+            for _ in range(1 if config.shared_dictionary else config.num_hidden_layers)
         )
         self.post_init()
 

@@ -25,7 +25,9 @@ class LinearReadoutConfig(PreTrainedConfig):
     """
 
     model_type = "linear_readout"
-    sub_configs_defaults = {"encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="bert")}
+    sub_configs_defaults = {
+        "encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="bert")
+    }
 
     encoder_config: dict | PreTrainedConfig | None = None
     pooling: Literal["cls", "mean"] = "cls"
@@ -101,10 +103,16 @@ class LinearReadoutForSequenceClassification(EncoderModel):
         if token_type_ids is not None:  # not every encoder takes them
             kwargs["token_type_ids"] = token_type_ids
         outputs = self.encoder(
-            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            return_dict=True,
+            **kwargs,
         )
         hidden = outputs.last_hidden_state  # [batch, seq, width]
-        found = classify(self, hidden, attention_mask, self.config.pooling, labels, num_items_in_batch)
+        found = classify(
+            self, hidden, attention_mask, self.config.pooling, labels, num_items_in_batch
+        )
         found.hidden_states, found.attentions = outputs.hidden_states, outputs.attentions
         return found
 

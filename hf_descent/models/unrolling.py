@@ -18,7 +18,10 @@ from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.type_validators import interval
 
 
-positive, nonnegative = interval(min=0, exclude_min=True), interval(min=0)  # fields of configurations
+positive, nonnegative = (
+    interval(min=0, exclude_min=True),
+    interval(min=0),
+)  # fields of configurations
 
 
 @dataclass
@@ -52,7 +55,9 @@ class PatchDenoiser:
         """None: frames are not looked up. accelerate asks every model for it under FSDP2."""
 
     @capture_outputs
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:
+    def forward(
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs
+    ) -> DenoisingOutput:
         """
         Args:
             pixel_values (`torch.Tensor` of shape `[batch, frames, hidden_size]`): noisy patches, flattened.
@@ -65,7 +70,10 @@ class PatchDenoiser:
 
 
 def symmetric_attention(
-    projected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None, self_weight: float = 0.0
+    projected: torch.Tensor,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    self_weight: float = 0.0,
 ) -> torch.Tensor:
     """Softmax attention of a projection with itself, a descent step on energies of W:
 
@@ -94,7 +102,9 @@ def symmetric_attention(
         bias = bias.masked_fill(attention_mask == 0, torch.finfo(bias.dtype).min)
     bias = bias[:, None]  # [batch, 1, key]
     if self_weight:
-        bias = bias + math.log1p(self_weight) * torch.eye(bias.shape[-1], dtype=bias.dtype, device=bias.device)
+        bias = bias + math.log1p(self_weight) * torch.eye(
+            bias.shape[-1], dtype=bias.dtype, device=bias.device
+        )
     # [batch, 1 head, seq, ...]
     return F.scaled_dot_product_attention(
         projected[:, None], projected[:, None], tokens[:, None], attn_mask=bias[:, None], scale=1.0
@@ -116,5 +126,11 @@ def denoising_loss(
     if labels is None:
         return None
     if labels.shape != reconstruction.shape:  # which `mse_loss` would broadcast
-        raise ValueError(f"`labels` has shape {list(labels.shape)}; give the input's, {list(reconstruction.shape)}.")
-    return loss_scale * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum") / len(labels)
+        raise ValueError(
+            f"`labels` has shape {list(labels.shape)}; give the input's, {list(reconstruction.shape)}."
+        )
+    return (
+        loss_scale
+        * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum")
+        / len(labels)
+    )

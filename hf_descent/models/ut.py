@@ -52,7 +52,9 @@ class UTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         if kwargs.get("norm_energy"):  # an option of earlier versions
-            raise ValueError("`norm_energy` is True, which was taken out: load this model with version 0.1.")
+            raise ValueError(
+                "`norm_energy` is True, which was taken out: load this model with version 0.1."
+            )
         super().__post_init__(**kwargs)
 
 
@@ -64,7 +66,9 @@ class UTLayer(GradientCheckpointingLayer):
         shape = (config.hidden_size, config.hidden_size)
         self.attention_step = config.attention_step
         self.projection = nn.Parameter(torch.empty(shape))  # V, [hidden, hidden]
-        self.mixing = nn.Parameter(torch.empty(shape))  # A, of which S = (A + A^T) / 2, [hidden, hidden]
+        self.mixing = nn.Parameter(
+            torch.empty(shape)
+        )  # A, of which S = (A + A^T) / 2, [hidden, hidden]
         self.skip = nn.Parameter(torch.empty(shape))  # B, [hidden, hidden]
 
     @property
@@ -72,7 +76,9 @@ class UTLayer(GradientCheckpointingLayer):
         """S, `[hidden, hidden]`."""
         return (self.mixing + self.mixing.T) / 2  # [hidden, hidden]
 
-    def attend(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The first half-step, from X to Y; both `[batch, seq, hidden]`."""
         projected = hidden_states @ self.projection  # [batch, seq, hidden]
         attended = symmetric_attention(projected, hidden_states, attention_mask)
@@ -83,7 +89,9 @@ class UTLayer(GradientCheckpointingLayer):
         """The second half-step, from Y and X to the next iterate; all `[batch, seq, hidden]`."""
         return F.relu(attended @ self.symmetric_mixing + hidden_states @ self.skip)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The next iterate from X, both `[batch, seq, hidden]`; mask `[batch, seq]`, 0 at tokens not attended to."""
         return self.combine(self.attend(hidden_states, attention_mask), hidden_states)
 
@@ -139,7 +147,9 @@ class UTForSequenceClassification(UTPreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_embeddings(cls, model_name_or_path: str, **config_kwargs) -> "UTForSequenceClassification":
+    def from_embeddings(
+        cls, model_name_or_path: str, **config_kwargs
+    ) -> "UTForSequenceClassification":
         """A UT on the token embeddings of a pretrained model, as the paper's on DistilBERT's; in eval mode.
 
         The tokenizer of that model goes with the UT. `config_kwargs` are further fields of the configuration

@@ -30,7 +30,9 @@ class ViTDenoiserConfig(PreTrainedConfig):
     """
 
     model_type = "vit_denoiser"
-    sub_configs_defaults = {"encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="vit")}
+    sub_configs_defaults = {
+        "encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="vit")
+    }
 
     encoder_config: dict | PreTrainedConfig | None = None
     readout: Literal["patches", "linear"] = "patches"
@@ -51,7 +53,14 @@ class ViTForDenoising(EncoderModel):
     config_class = ViTDenoiserConfig
     main_input_name = "pixel_values"
     accepts_loss_kwargs = False  # its loss is a mean over the images of the batch at hand
-    unused = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")  # poolers and final norms
+    unused = (
+        "pooler",
+        "head",
+        "layernorm",
+        "norm",
+        "post_layernorm",
+        "rms_norm",
+    )  # poolers and final norms
 
     def __init__(self, config: ViTDenoiserConfig):
         super().__init__(config)
@@ -59,8 +68,14 @@ class ViTForDenoising(EncoderModel):
         encoder = config.encoder_config
         if getattr(encoder, "num_detection_tokens", 0):  # YOLOS
             remedy = "use ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP"
-            raise ValueError(f"The patches of a {type(encoder).__name__} are not its last tokens: {remedy}.")
-        self.num_channels, self.patch_size, width = encoder.num_channels, encoder.patch_size, encoder.hidden_size
+            raise ValueError(
+                f"The patches of a {type(encoder).__name__} are not its last tokens: {remedy}."
+            )
+        self.num_channels, self.patch_size, width = (
+            encoder.num_channels,
+            encoder.patch_size,
+            encoder.hidden_size,
+        )
         num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:
             raise ValueError(
@@ -71,7 +86,9 @@ class ViTForDenoising(EncoderModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:
+    def forward(
+        self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs
+    ) -> DenoisingOutput:
         """
         Args:
             pixel_values (`torch.Tensor` of shape `[batch, channels, height, width]`): noisy images.
@@ -82,8 +99,14 @@ class ViTForDenoising(EncoderModel):
         rows, columns = (n // size for n in pixel_values.shape[2:])
         outputs = self.encoder(pixel_values=pixel_values, return_dict=True, **kwargs)
         tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
-        patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, channels * size * size]
-        patches = patches.unflatten(2, (self.num_channels, size, size)).unflatten(1, (rows, columns))
-        images = patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)  # [batch, channels, height, width]
+        patches = self.readout(
+            tokens[:, -rows * columns :]
+        )  # [batch, patches, channels * size * size]
+        patches = patches.unflatten(2, (self.num_channels, size, size)).unflatten(
+            1, (rows, columns)
+        )
+        images = (
+            patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+        )  # [batch, channels, height, width]
         loss = denoising_loss(images, labels, self.config.loss_scale)
         return DenoisingOutput(loss=loss, logits=images, hidden_states=outputs.hidden_states)

@@ -68,7 +68,11 @@ class EmbeddingNoise:
     """
 
     def __init__(
-        self, model: nn.Module, gamma: float | Sequence[float], seed: int | None = None, sigma: float | None = None
+        self,
+        model: nn.Module,
+        gamma: float | Sequence[float],
+        seed: int | None = None,
+        sigma: float | None = None,
     ):
         self._model = inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
@@ -95,13 +99,17 @@ class EmbeddingNoise:
         bounds = tuple(levels_of("gamma", gamma))
         bounds = bounds * 2 if len(bounds) == 1 else bounds
         if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] < math.inf:
-            raise ValueError(f"`gamma` is {gamma}; give a finite level >= 0, or a range (low, high) of such levels.")
+            raise ValueError(
+                f"`gamma` is {gamma}; give a finite level >= 0, or a range (low, high) of such levels."
+            )
         self._gamma = bounds if bounds[0] < bounds[1] else bounds[0]
 
     def reseed(self, *key: int):
         """Restart the generator from (seed, *key), integers >= 0: with the key (rank, step, micro-step), training
         resumes at any step without a saved generator. Neighbouring keys give unrelated streams."""
-        self._stream = int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0])
+        self._stream = int(
+            np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0]
+        )
         self._generator = None  # made on the device of the first tensor
 
     def at(self, gamma: float, *key: int) -> "EmbeddingNoise":
@@ -120,12 +128,17 @@ class EmbeddingNoise:
         if self.is_attached:
             return self
         # On every (sub)model: an encoder and a decoder get their own masks, and `generate` calls an encoder directly.
-        for module in {self._model, *(m for m in self._model.modules() if isinstance(m, PreTrainedModel))}:
+        for module in {
+            self._model,
+            *(m for m in self._model.modules() if isinstance(m, PreTrainedModel)),
+        }:
             self._handles += [
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),
                 module.register_forward_hook(self._exit, always_call=True),
             ]
-        self._handles += [module.register_forward_hook(self._perturb_lookup) for module in self._lookups]
+        self._handles += [
+            module.register_forward_hook(self._perturb_lookup) for module in self._lookups
+        ]
         return self
 
     def __exit__(self, *exc_info):
@@ -144,11 +157,20 @@ class EmbeddingNoise:
         given = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if mask is None and ids is not None and not is_outermost and ids is self._calls[-1].input_ids:
+        if (
+            mask is None
+            and ids is not None
+            and not is_outermost
+            and ids is self._calls[-1].input_ids
+        ):
             mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
         has_signal = module is self._model and given.get(self._main_input) is not None
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name before transformers 5.24
-        self._calls.append(_Call(ids, mask, cache, has_signal, given.get("inputs_embeds") is not None))
+        cache = kwargs.get(
+            "cache", kwargs.get("past_key_values")
+        )  # its name before transformers 5.24
+        self._calls.append(
+            _Call(ids, mask, cache, has_signal, given.get("inputs_embeds") is not None)
+        )
         if not (is_outermost and self._is_active()):
             return None
 
@@ -159,8 +181,12 @@ class EmbeddingNoise:
             if signal is None:
                 continue
             if not signal.is_floating_point():
-                raise ValueError(f"`{name}` has dtype {signal.dtype}; noise needs floats: use noise level 0.")
-            mask = given.get("decoder_attention_mask" if name.startswith("decoder") else "attention_mask")
+                raise ValueError(
+                    f"`{name}` has dtype {signal.dtype}; noise needs floats: use noise level 0."
+                )
+            mask = given.get(
+                "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
+            )
             if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
                 mask = None  # it belongs to another input, such as CLIP's text
             noisy[name] = self._perturb(signal, mask, self._calls[0])
@@ -172,7 +198,11 @@ class EmbeddingNoise:
         if not self._calls:
             return  # another pre-hook failed before `_enter`
         call = self._calls.pop()
-        if call.has_signal and not (self._calls or call.perturbed or output is None) and self._is_active():
+        if (
+            call.has_signal
+            and not (self._calls or call.perturbed or output is None)
+            and self._is_active()
+        ):
             raise ValueError(
                 f"The noise did not reach the input of {type(module).__name__}: attach it before compiling, override "
                 "`get_input_embeddings()` to return the module that looks tokens up, or use noise level 0."
@@ -181,7 +211,12 @@ class EmbeddingNoise:
     def _perturb_lookup(self, module, args, output):
         # Only the first lookup of a call counts, and none where embeddings are given: GPT-2 looks `token_type_ids` up
         # in the same table, and a PEFT wrapper of the table calls the table.
-        if not self._calls or self._calls[-1].looked_up or not self._is_active() or not torch.is_tensor(output):
+        if (
+            not self._calls
+            or self._calls[-1].looked_up
+            or not self._is_active()
+            or not torch.is_tensor(output)
+        ):
             return None
         call = self._calls[-1]
         call.looked_up = True
@@ -198,24 +233,37 @@ class EmbeddingNoise:
             if call.levels is None or len(call.levels) != len(noise):
                 uniform = torch.rand(len(noise), generator=self._generator, device=noise.device)
                 call.levels = level[0] + (level[1] - level[0]) * uniform  # [batch]
-            level = call.levels.to(noise.device).view(-1, *[1] * (noise.ndim - 1))  # [batch, 1, ...]
+            level = call.levels.to(noise.device).view(
+                -1, *[1] * (noise.ndim - 1)
+            )  # [batch, 1, ...]
         noisy = self._add(clean, noise, level * self.sigma)
-        if not torch.is_tensor(mask) or mask.ndim != 2 or len(mask) != len(clean) or mask.shape[1] < clean.shape[1]:
+        if (
+            not torch.is_tensor(mask)
+            or mask.ndim != 2
+            or len(mask) != len(clean)
+            or mask.shape[1] < clean.shape[1]
+        ):
             return noisy
         is_token = mask[:, -clean.shape[1] :].to(clean.device, torch.bool)  # [batch, seq]
         return torch.where(is_token.view(*is_token.shape, *[1] * (clean.ndim - 2)), noisy, clean)
 
     def _standard_noise(self, clean: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Standard normal noise in the shape of `clean`."""
-        return torch.randn(clean.shape, generator=generator, device=clean.device, dtype=torch.float32)
+        return torch.randn(
+            clean.shape, generator=generator, device=clean.device, dtype=torch.float32
+        )
 
-    def _add(self, clean: torch.Tensor, noise: torch.Tensor, deviation: float | torch.Tensor) -> torch.Tensor:
+    def _add(
+        self, clean: torch.Tensor, noise: torch.Tensor, deviation: float | torch.Tensor
+    ) -> torch.Tensor:
         """`clean` plus noise of `deviation`, a float or `[batch, 1, ...]`; same dtype as `clean`."""
         return clean + noise.mul_(deviation).to(clean.dtype)
 
 
 def estimate_sigma(
-    model: nn.Module, batches: Iterable[dict], reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    model: nn.Module,
+    batches: Iterable[dict],
+    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> float:
     """Standard deviation of what [`EmbeddingNoise`] perturbs in `batches`, dicts of model inputs, for
     `config.noise_sigma`; `reduce` sums over processes. ValueError where a batch lacks that, or it has none."""
@@ -225,10 +273,14 @@ def estimate_sigma(
     for batch in batches:
         signal = batch.get(main_input, batch.get("inputs_embeds"))
         if signal is None:
-            raise ValueError(f"A batch has the keys {sorted(batch)}; sigma is measured on `{main_input}`: add it.")
+            raise ValueError(
+                f"A batch has the keys {sorted(batch)}; sigma is measured on `{main_input}`: add it."
+            )
         if not signal.is_floating_point():
             with torch.no_grad():
-                signal = _embeddings(whole, find_lookups(model), batch, signal)  # [batch, seq, hidden]
+                signal = _embeddings(
+                    whole, find_lookups(model), batch, signal
+                )  # [batch, seq, hidden]
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
@@ -241,14 +293,18 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
     count, total, squares = moments.tolist()
     variance = squares / count - (total / count) ** 2 if count else 0.0
     if not 0.0 < variance < math.inf:
-        raise ValueError(f"The clean signal has variance {variance} over {count:.0f} values: give `sigma`.")
+        raise ValueError(
+            f"The clean signal has variance {variance} over {count:.0f} values: give `sigma`."
+        )
     return math.sqrt(variance)
 
 
 def moments_of(values: torch.Tensor) -> torch.Tensor:
     """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device, a part at a time."""
     wide = values.device if values.device.type == "cuda" else "cpu"  # some devices have no float64
-    parts = (part.to(wide, torch.float64) for part in values.detach().flatten().split(MOMENTS_CHUNK))
+    parts = (
+        part.to(wide, torch.float64) for part in values.detach().flatten().split(MOMENTS_CHUNK)
+    )
     sums = sum(torch.stack([part.sum(), part.square().sum()]).cpu() for part in parts)
     return torch.cat([torch.tensor([values.numel()]), sums])
 
@@ -268,7 +324,9 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
         sigma = getattr(getattr(model, "config", None), "noise_sigma", None)
     if sigma is not None:
         if not 0.0 < sigma < math.inf:
-            raise ValueError(f"`sigma` or `config.noise_sigma` is {sigma}; give the signal's deviation, above 0.")
+            raise ValueError(
+                f"`sigma` or `config.noise_sigma` is {sigma}; give the signal's deviation, above 0."
+            )
         return float(sigma)
     if main_input != "input_ids":
         raise ValueError(
@@ -276,7 +334,9 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
             "`sigma`, or set `model.config.noise_sigma = estimate_sigma(model, batches)`."
         )
     lookup = find_lookups(model)[0]
-    return deviation_from_moments(sum(map(moments_of, look_up(lookup, getattr(lookup, "padding_idx", None)))))
+    return deviation_from_moments(
+        sum(map(moments_of, look_up(lookup, getattr(lookup, "padding_idx", None))))
+    )
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
@@ -297,9 +357,15 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__} looks its tokens up a second time for its layers or its decoder, past the noise "
             "(or, as XLNet, with the batch last). Use another model, or no noise."
         )
-    twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
+    twins = (
+        m
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup
+    )
     # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
-    wrappers = {module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")}
+    wrappers = {
+        module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")
+    }
     return list(dict.fromkeys(wrappers.get(module, module) for module in (lookup, *twins)))
 
 

@@ -32,11 +32,15 @@ _WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "s
 class HeadReadout:
     """Reads the layers of one language model in tiles. [`HeadReadout.probe`] builds it."""
 
-    def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool):
+    def __init__(
+        self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool
+    ):
         self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
         self.head_loss, self.shifts_labels = head_loss, shifts
         self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
-        self.router_loss_weight = getattr(_text_config(self._model), "router_aux_loss_coef", 0.0)  # of "aux_loss"
+        self.router_loss_weight = getattr(
+            _text_config(self._model), "router_aux_loss_coef", 0.0
+        )  # of "aux_loss"
         self._workspace, self._autocast = Workspace(), None
 
     @classmethod
@@ -64,11 +68,17 @@ class HeadReadout:
         self.head_loss = replace(self.head_loss, label_smoothing=label_smoothing)
         return self
 
-    def tokens(self, inputs, fraction=1.0, generator: torch.Generator | None = None, same=False) -> LabelledTokens:
+    def tokens(
+        self, inputs, fraction=1.0, generator: torch.Generator | None = None, same=False
+    ) -> LabelledTokens:
         """The labelled tokens of a batch, with the samples on which its layers are read; `same`: one for all."""
         shifted = inputs.get("shift_labels")
-        labels, shift = (inputs["labels"], self.shifts_labels) if shifted is None else (shifted, False)
-        return labelled_tokens(labels, 1 if same else self.num_layers - 1, shift, fraction, generator)
+        labels, shift = (
+            (inputs["labels"], self.shifts_labels) if shifted is None else (shifted, False)
+        )
+        return labelled_tokens(
+            labels, 1 if same else self.num_layers - 1, shift, fraction, generator
+        )
 
     @contextmanager
     def attach(self, on_forward: Callable[..., torch.Tensor | None], keep_logits: bool = False):
@@ -92,12 +102,16 @@ class HeadReadout:
             self._autocast = self._autocast or present_autocast(args[0].device.type)
             if keep_logits:
                 return call(*args, **kwargs)
-            with torch.autocast(args[0].device.type, enabled=False):  # which would cast the weight for no position
+            with torch.autocast(
+                args[0].device.type, enabled=False
+            ):  # which would cast the weight for no position
                 return call(args[0][..., :0, :].to(module.weight.dtype))
 
         def read_out(args, kwargs, outputs):
             if self._autocast is None:
-                raise ValueError(f"{type(self._model).__name__} did not run the head found by the probe.")
+                raise ValueError(
+                    f"{type(self._model).__name__} did not run the head found by the probe."
+                )
             states = [self._stack.hidden_state(output) for output in tape.layer_outputs]
             try:
                 loss = on_forward(partial(self._read, states), outputs, states)
@@ -110,12 +124,16 @@ class HeadReadout:
         with withheld, taped(tape, read_out), intercepted([self._head], run_head):
             yield self
 
-    def _read(self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs) -> LayerLossSums:
+    def _read(
+        self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs
+    ) -> LayerLossSums:
         hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
         with self._autocast, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             fixed = {"head_loss": self.head_loss, "workspace": self._workspace}
-            return tiled_layer_losses(hidden_states, tokens, self._norm, self._head, weights, **fixed, **kwargs)
+            return tiled_layer_losses(
+                hidden_states, tokens, self._norm, self._head, weights, **fixed, **kwargs
+            )
 
     def _check(self, inputs, dtype):
         """Compare the first, a middle and the last layer with their replay, and the own loss with its logits."""
@@ -123,21 +141,40 @@ class HeadReadout:
         model, name, tiled = self._model, type(self._model).__name__, []
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         with errors_explained(f"{name} returns no loss by name:"):
-            replayed = torch.stack(self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers))
+            replayed = torch.stack(
+                self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers)
+            )
         own, tokens = model(**inputs), self.tokens(inputs)
         loss, aux_loss = own["loss"], own.get("aux_loss") or 0.0
         # By its own logits, which the reads round in another way: a small part of the loss could hide in that.
         scores = output_logits(own).flatten(0, -2)[tokens.rows].float()  # [tokens, vocab]
-        expected = nn.functional.cross_entropy(scores, tokens.targets) + self.router_loss_weight * aux_loss
+        expected = (
+            nn.functional.cross_entropy(scores, tokens.targets) + self.router_loss_weight * aux_loss
+        )
         del own, scores
 
         def score(read, outputs, hidden_states):
-            tiled.append(read(tokens).sums[[layer - 1 for layer in layers]] / max(len(tokens.rows), 1))
+            tiled.append(
+                read(tokens).sums[[layer - 1 for layer in layers]] / max(len(tokens.rows), 1)
+            )
 
-        with errors_explained(f"{name} fails when its head is given no position:"), self.attach(score):
+        with (
+            errors_explained(f"{name} fails when its head is given no position:"),
+            self.attach(score),
+        ):
             model(**inputs)
-        _require_close(tiled[0], replayed, dtype, f"{name}: losses read by norm and head differ from the replay's")
-        _require_close(loss.float(), expected, loss.dtype, f"{name}: its loss is not the cross-entropy of tokens")
+        _require_close(
+            tiled[0],
+            replayed,
+            dtype,
+            f"{name}: losses read by norm and head differ from the replay's",
+        )
+        _require_close(
+            loss.float(),
+            expected,
+            loss.dtype,
+            f"{name}: its loss is not the cross-entropy of tokens",
+        )
 
 
 class _Norm(nn.Sequential):
@@ -158,14 +195,20 @@ def _text_config(model):
 
 def _without_labels(model, inputs) -> dict[str, Any]:
     """The inputs for a forward that makes no loss; with what an encoder-decoder would have made from its labels."""
-    return {name: value for name, value in with_decoder_inputs(model, inputs).items() if name not in _WITHHELD}
+    return {
+        name: value
+        for name, value in with_decoder_inputs(model, inputs).items()
+        if name not in _WITHHELD
+    }
 
 
 def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, torch.dtype]:
     """Norm, head, logit transform and precision of the scores of `model`; ValueError if its tail is anything else."""
     name, layer_ids = type(model).__name__, {id(layer) for layer in stack.layers}
     inside = {id(module) for layer in stack.layers for module in layer.modules()} - layer_ids
-    outside = [module for module in model.modules() if module is not model and id(module) not in inside]
+    outside = [
+        module for module in model.modules() if module is not model and id(module) not in inside
+    ]
     # Dropout that is off hands its input on, and could not be told from it.
     dropouts = intercepted(
         [module for module in outside if isinstance(module, nn.Dropout)],
@@ -182,7 +225,8 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
     heads = [
         call
         for call in tail
-        if type(call.module).forward is nn.Linear.forward and call.made[0].shape == logits.shape == shape
+        if type(call.module).forward is nn.Linear.forward
+        and call.made[0].shape == logits.shape == shape
     ]
     if not heads:
         raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
@@ -195,7 +239,9 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
             chain.insert(0, call.module)
             reached = call.received[0]
     if not share_storage(reached, last):
-        raise ValueError(f"{name}: no chain of modules leads from the last layer to the head; a function is between.")
+        raise ValueError(
+            f"{name}: no chain of modules leads from the last layer to the head; a function is between."
+        )
     norm = _Norm(*chain)
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
     for module in (call.module for call in tail):
@@ -203,7 +249,9 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
         # An adapter may keep its parameters in a container, which is never called.
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         if isinstance(module, _NormBase) or not own | trained <= known:
-            raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head, or across positions.")
+            raise ValueError(
+                f"{name}: `{type(module).__name__}` acts beside norm and head, or across positions."
+            )
 
     # ZeRO-3, which gathers parameters for the call of their module alone, is to keep these for `model`. This comes
     # before the call below, out of turn, which has it forget an order of calls that it recorded without them.
@@ -214,8 +262,12 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
             deepspeed.zero.register_external_parameter(model, parameter)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
     with calls[end].autocast:
-        own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)  # outside a forward, where hooks gather shards
-    _require_close(own_scores, scores, scores.dtype, f"{name}: norm and head differ on single positions")
+        own_scores = head(nn.Sequential(*chain)(rows)).view_as(
+            scores
+        )  # outside a forward, where hooks gather shards
+    _require_close(
+        own_scores, scores, scores.dtype, f"{name}: norm and head differ on single positions"
+    )
     return norm, head, _logit_transform(model, inputs, head, scores.dtype), scores.dtype
 
 
@@ -223,26 +275,43 @@ def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
     """The scale or softcap that turns head outputs into logits: a number of the config, or an inverse, by trial."""
     name = type(model).__name__
     # Scores far apart in the place of the head's: of a cap, nothing but rounding may show on those of a fresh model.
-    scores = torch.linspace(-100, 100, head.out_features, dtype=dtype, device=head.weight.device)  # [vocab]
+    scores = torch.linspace(
+        -100, 100, head.out_features, dtype=dtype, device=head.weight.device
+    )  # [vocab]
     with (
         errors_explained(f"{name} fails when its head is given one position:"),
         intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)),
         torch.enable_grad(),
     ):
-        logits = output_logits(model(**_without_labels(model, inputs))).to(scores.device, torch.float32)
+        logits = output_logits(model(**_without_labels(model, inputs))).to(
+            scores.device, torch.float32
+        )
     if logits.requires_grad:
         raise ValueError(f"{name}: a parameter acts on the outputs of its head.")
     scores = scores.float()
     config = getattr(_text_config(model), "__dict__", {})
-    numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}
+    numbers = {
+        float(number) for number in config.values() if type(number) in (int, float) and number
+    }
     candidates = [HeadLoss(scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
     candidates += [HeadLoss(softcap=number) for number in numbers]
 
     def transformed(by):
-        return by.logit_scale * scores if by.softcap is None else by.softcap * torch.tanh(scores / by.softcap)
+        return (
+            by.logit_scale * scores
+            if by.softcap is None
+            else by.softcap * torch.tanh(scores / by.softcap)
+        )
 
-    best = min(candidates, key=lambda candidate: (transformed(candidate) - logits).abs().max().item())
-    _require_close(transformed(best), logits, dtype, f"{name}: its logits are not scaled or capped head outputs")
+    best = min(
+        candidates, key=lambda candidate: (transformed(candidate) - logits).abs().max().item()
+    )
+    _require_close(
+        transformed(best),
+        logits,
+        dtype,
+        f"{name}: its logits are not scaled or capped head outputs",
+    )
     return best
 
 

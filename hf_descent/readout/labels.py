@@ -15,7 +15,11 @@ IGNORE_INDEX = -100
 
 def names_of_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> list[str]:
     """The names of a batch's labels; a custom loss may take `labels` that the model does not."""
-    return [name for name in dict.fromkeys([*label_names, "labels", "shift_labels"]) if inputs.get(name) is not None]
+    return [
+        name
+        for name in dict.fromkeys([*label_names, "labels", "shift_labels"])
+        if inputs.get(name) is not None
+    ]
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
@@ -31,14 +35,20 @@ def are_token_labels(labels: Any) -> bool:
 def shifts_labels(labels: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     """Whether the loss of labels like `labels` `[batch, seq]` predicts token t at t-1: a label of the first token
     alone then makes no loss, one of the second token does. Class names do not tell."""
-    return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
+    return not _has_loss(loss_of, labels, 0) and (
+        labels.shape[1] == 1 or _has_loss(loss_of, labels, 1)
+    )
 
 
-def own_loss(model: nn.Module, inputs: Mapping[str, Any], name: str, labels: torch.Tensor) -> torch.Tensor:
+def own_loss(
+    model: nn.Module, inputs: Mapping[str, Any], name: str, labels: torch.Tensor
+) -> torch.Tensor:
     """The model's own loss on `labels` in the place of a batch's labels `name`."""
     # MBart, for one, makes no decoder input of a row without labels.
     kept = with_decoder_inputs(model, inputs)
-    kept = {key: value for key, value in kept.items() if key != "shift_labels"}  # which the loss would prefer
+    kept = {
+        key: value for key, value in kept.items() if key != "shift_labels"
+    }  # which the loss would prefer
     return output_loss(model(**kept | {name: labels}))
 
 
@@ -51,7 +61,11 @@ def _has_loss(loss_of, labels, position) -> bool:
         single = none.clone()
         single[:, position] = label
         loss = float(loss_of(single))
-        if math.isfinite(loss) and loss != 0 and not math.isclose(loss, loss_of(none), rel_tol=1e-6):
+        if (
+            math.isfinite(loss)
+            and loss != 0
+            and not math.isclose(loss, loss_of(none), rel_tol=1e-6)
+        ):
             return True
     return False
 
@@ -59,7 +73,9 @@ def _has_loss(loss_of, labels, position) -> bool:
 def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """`inputs` with the decoder's, which an encoder-decoder makes of its labels, where it has a method for that."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    given = any(
+        inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")
+    )
     if make is None or given or inputs.get("labels") is None or not model.config.is_encoder_decoder:
         return inputs
     return {**inputs, "decoder_input_ids": make(inputs["labels"])}

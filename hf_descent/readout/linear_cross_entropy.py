@@ -30,7 +30,9 @@ class LabelledTokens(NamedTuple):
 
     rows: torch.Tensor  # [tokens], positions in the flattened [batch * seq]
     targets: torch.Tensor  # [tokens], their classes
-    samples: torch.Tensor | None = None  # [layers - 1, sampled], or [1, sampled] for all, in `rows`; None: all of them
+    samples: torch.Tensor | None = (
+        None  # [layers - 1, sampled], or [1, sampled] for all, in `rows`; None: all of them
+    )
 
 
 def labelled_tokens(
@@ -73,7 +75,9 @@ class LayerLossSums(NamedTuple):
     """Losses of all layers, summed over the labelled tokens of one micro-batch."""
 
     objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
-    sums: torch.Tensor  # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens
+    sums: (
+        torch.Tensor
+    )  # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens
     tokens: TokenStatistics | None = None  # of the last layer, where asked for
 
 
@@ -117,8 +121,12 @@ def tiled_layer_losses(
         few = max(1, samples.shape[1] // SHOWN_PART)
         for index in range(len(hidden_states) - 1):
             parts[index] = samples[index % len(samples), : few if index + 1 in value_only else None]
-    reads = [LayerRead(hidden, rows[part], targets[part]) for hidden, part in zip(hidden_states, parts)]
-    expansions = [num_tokens / max(len(read.rows), 1) for read in reads]  # tokens that one of a read stands for
+    reads = [
+        LayerRead(hidden, rows[part], targets[part]) for hidden, part in zip(hidden_states, parts)
+    ]
+    expansions = [
+        num_tokens / max(len(read.rows), 1) for read in reads
+    ]  # tokens that one of a read stands for
     if weights is not None:
         weights = weights.detach().to(there)
         trained = [index for index in range(len(reads)) if index + 1 not in value_only]
@@ -131,20 +139,31 @@ def tiled_layer_losses(
     reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
     with torch.no_grad():
         statistics = reader.run(reads, token_statistics)
-        sums = torch.stack([factor * read.losses.sum() for factor, read in zip(expansions, reads)])  # [layers]
+        sums = torch.stack(
+            [factor * read.losses.sum() for factor, read in zip(expansions, reads)]
+        )  # [layers]
         if samples is not None:
             # What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: a
             # control variate, which leaves the sums unbiased. The objective goes without: its gradient would weigh the
             # last layer's sampling errors by all multipliers.
-            off = [sums[-1] - factor * reads[-1].losses[part].sum() for factor, part in zip(expansions, parts)]
+            off = [
+                sums[-1] - factor * reads[-1].losses[part].sum()
+                for factor, part in zip(expansions, parts)
+            ]
             sums = sums + torch.stack(off)
-        value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
+        value = sum(
+            (read.coefficients * read.losses).sum()
+            for read in reads
+            if read.coefficients is not None
+        )
 
     objective = None
     if weights is not None:
         value = torch.as_tensor(value, dtype=sums.dtype, device=rows.device)
         rows = [_RowGradient(read) if read.gradient is not None else None for read in reads]
-        objective = _KnownGradients.apply(value, rows, reader.gradients, *hidden_states, *reader.parameters)
+        objective = _KnownGradients.apply(
+            value, rows, reader.gradients, *hidden_states, *reader.parameters
+        )
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
@@ -157,7 +176,11 @@ class _RowGradient:
     have one of full size at once."""
 
     def __init__(self, read: LayerRead):
-        self.gradient, self.rows, self.factor = read.gradient, read.rows.to(read.gradient.device), None
+        self.gradient, self.rows, self.factor = (
+            read.gradient,
+            read.rows.to(read.gradient.device),
+            None,
+        )
         if read.hidden.requires_grad:
             read.hidden.register_hook(self.add)
 
@@ -188,9 +211,13 @@ class _KnownGradients(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_value):
         if ctx.gradients is None:
-            raise RuntimeError("Layer losses take one backward pass: call the model again, without `retain_graph`.")
+            raise RuntimeError(
+                "Layer losses take one backward pass: call the model again, without `retain_graph`."
+            )
         gradients, ctx.gradients = ctx.gradients, None
-        hidden = [row and row.expected(grad_value, shape) for row, shape in zip(ctx.rows, ctx.shapes)]
+        hidden = [
+            row and row.expected(grad_value, shape) for row, shape in zip(ctx.rows, ctx.shapes)
+        ]
         for index, gradient in enumerate(gradients):
             gradients[index] = None if gradient is None else _scaled(gradient, grad_value)
         return None, None, None, *hidden, *gradients

@@ -19,14 +19,18 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str
 def pooled_readout(model: nn.Module, pooling: str) -> Callable:
     """The `readout(model, hidden, inputs)` that the word `pooling` stands for; ValueError where `model` has none."""
     if pooling not in ("mean", "cls"):
-        raise ValueError(f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs)`.")
+        raise ValueError(
+            f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs)`."
+        )
     config = getattr(inner_model(model), "config", None)
     heads = _linear_layers(model, getattr(config, "num_labels", None))
     if not heads:
         raise ValueError(
             f"`readout` is {pooling!r}, but {type(model).__name__} has no linear layer with one output per label."
         )
-    return lambda model, hidden, inputs: heads[-1](pool(hidden, inputs.get("attention_mask"), pooling))
+    return lambda model, hidden, inputs: heads[-1](
+        pool(hidden, inputs.get("attention_mask"), pooling)
+    )
 
 
 def _linear_layers(module: nn.Module, outputs: int | None) -> list[nn.Module]:

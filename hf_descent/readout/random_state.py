@@ -13,7 +13,11 @@ def accelerators(model) -> list[torch.device]:
     """The devices but the CPU on which `model` computes: where its parameters are, or where FSDP2 brings them."""
     parameters = list(model.parameters())
     devices = {parameter.device for parameter in parameters}
-    for kind in {parameter.device_mesh.device_type for parameter in parameters if isinstance(parameter, DTensor)}:
+    for kind in {
+        parameter.device_mesh.device_type
+        for parameter in parameters
+        if isinstance(parameter, DTensor)
+    }:
         if kind != "cpu":
             devices.add(torch.device(kind, torch.get_device_module(kind).current_device()))
     return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
@@ -21,7 +25,10 @@ def accelerators(model) -> list[torch.device]:
 
 def torch_states(devices) -> list[torch.Tensor]:
     """The states of torch's generators: the CPU's, then those of `devices`."""
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
+    return [
+        torch.get_rng_state(),
+        *(torch.get_device_module(device).get_rng_state(device) for device in devices),
+    ]
 
 
 def set_torch_states(states, devices):

@@ -33,11 +33,15 @@ def output_logits(outputs) -> torch.Tensor:
         if isinstance(outputs.get("logits"), torch.Tensor):
             return outputs["logits"]
         if outputs.get("start_logits") is not None and outputs.get("end_logits") is not None:
-            return torch.stack((outputs["start_logits"], outputs["end_logits"]), dim=-1)  # [batch, seq, 2]
+            return torch.stack(
+                (outputs["start_logits"], outputs["end_logits"]), dim=-1
+            )  # [batch, seq, 2]
     for tensor in tensors(outputs):
         if tensor.is_floating_point() and tensor.dim() > 0:
             return tensor
-    raise ValueError(f"`outputs` ({type(outputs).__name__}) hold no logits; let the model return `logits`.")
+    raise ValueError(
+        f"`outputs` ({type(outputs).__name__}) hold no logits; let the model return `logits`."
+    )
 
 
 def output_loss(outputs):
@@ -59,8 +63,15 @@ class Readout:
     """The readout that the L layers of one model share. [`Readout.probe`] builds it, [`Readout.attach`] uses it."""
 
     def __init__(self, model, stack, readout):
-        self.model, self.readout, self.num_layers, self.stack = model, readout, stack.num_layers, stack
-        self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
+        self.model, self.readout, self.num_layers, self.stack = (
+            model,
+            readout,
+            stack.num_layers,
+            stack,
+        )
+        self._adapters = [
+            module for module in model.modules() if "_disable_adapters" in vars(module)
+        ]
         self._head, self._active = embeddings(model, "output"), self._active_adapters()
 
     def fits(self, model) -> bool:
@@ -69,7 +80,10 @@ class Readout:
         return same and self._active_adapters() == self._active
 
     def _active_adapters(self):
-        return [not module.disable_adapters and list(module.active_adapters) for module in self._adapters]
+        return [
+            not module.disable_adapters and list(module.active_adapters)
+            for module in self._adapters
+        ]
 
     @classmethod
     def probe(cls, model, inputs, readout=None, trains=False) -> "Readout":
@@ -99,7 +113,9 @@ class Readout:
 
         def check(layer, outputs, hidden):
             if not outputs["logits"].isfinite().all():
-                raise ValueError(f"`readout` returned logits that are not finite at layer {layer}: check its weights.")
+                raise ValueError(
+                    f"`readout` returned logits that are not finite at layer {layer}: check its weights."
+                )
             if trains and layer == self.num_layers:
                 self._check_parameters(hidden.detach(), inputs)
 
@@ -128,15 +144,23 @@ class Readout:
         def read_out(args, kwargs, outputs):
             self._autocast = tape.autocast
             for layer in layers:
-                hidden = self.stack.hidden_state(tape.layer_outputs[layer - 1])  # [batch, seq, width]
-                if self.readout is None and layer == self.num_layers and not has_router_loss(outputs):
+                hidden = self.stack.hidden_state(
+                    tape.layer_outputs[layer - 1]
+                )  # [batch, seq, width]
+                if (
+                    self.readout is None
+                    and layer == self.num_layers
+                    and not has_router_loss(outputs)
+                ):
                     on_layer(layer, outputs, hidden)
                     continue
                 with torch.no_grad() if layer in no_grad_layers else nullcontext():
                     if self.readout is None:
                         layer_outputs = tape.replay(args, kwargs, layer)
                     else:
-                        layer_outputs = self._user_outputs(hidden, kwargs, output_logits(outputs).device)
+                        layer_outputs = self._user_outputs(
+                            hidden, kwargs, output_logits(outputs).device
+                        )
                         if layer == self.num_layers:
                             # Within the forward: after it DDP waits for the parameters behind what it returned.
                             outputs["logits"] = layer_outputs["logits"]
@@ -161,7 +185,10 @@ class Readout:
         own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in own):
             return  # FSDP computes with others, which it gathers from these
-        with assigned([(parameter, "requires_grad") for parameter in own], False), torch.enable_grad():
+        with (
+            assigned([(parameter, "requires_grad") for parameter in own], False),
+            torch.enable_grad(),
+        ):
             trains_others = self._user_outputs(hidden, inputs)["logits"].requires_grad
         if trains_others:
             raise ValueError(
@@ -173,9 +200,19 @@ class Readout:
         with self._autocast:  # as if the model called it
             logits = self.readout(self.model, hidden, inputs)
             mixed = torch.is_autocast_enabled(hidden.device.type)
-        if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-            got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-            raise ValueError(f"`readout` returned {got}: return a floating tensor of logits, [batch, ...].")
+        if (
+            not isinstance(logits, torch.Tensor)
+            or not logits.is_floating_point()
+            or logits.dim() == 0
+        ):
+            got = (
+                f"{logits.dtype} {list(logits.shape)}"
+                if isinstance(logits, torch.Tensor)
+                else type(logits).__name__
+            )
+            raise ValueError(
+                f"`readout` returned {got}: return a floating tensor of logits, [batch, ...]."
+            )
         return ModelOutput(logits=logits.to(device=device, dtype=torch.float32 if mixed else None))
 
 
@@ -184,15 +221,21 @@ def _check_replay(model, stack, inputs):
     name = type(model).__name__
     stack.clones |= any(getattr(module, "inplace", False) for module in stack.neighbours)
     # In train mode alone, which is not tried here: speech models mask their features in place.
-    stack.clones |= any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
+    stack.clones |= any(
+        getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules()
+    )
     tape = Tape(model, stack)
 
     def compare(logits, own_logits, what):
         # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
         rows = zip(logits.split(1), own_logits.split(1))
-        if not all(torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True) for row, own in rows):
+        if not all(
+            torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True) for row, own in rows
+        ):
             error = (logits - own_logits).abs().max().item()
-            raise ValueError(f"{name}, replayed, {what} (largest error {error:.3g}). Pass `readout=`.")
+            raise ValueError(
+                f"{name}, replayed, {what} (largest error {error:.3g}). Pass `readout=`."
+            )
 
     def check(args, kwargs, own):
         with errors_explained(f"{name}:"):
@@ -200,16 +243,23 @@ def _check_replay(model, stack, inputs):
         record = [(tensor, tensor._version) for tensor in tensors(list(tape.answers.values()))]
         for layer in range(1, stack.num_layers + 1):
             logits = None  # gone before the next ones are made
-            with errors_explained(f"{name}, read out at layer {layer} of `{stack.name}`:", " Pass `readout=`."):
+            with errors_explained(
+                f"{name}, read out at layer {layer} of `{stack.name}`:", " Pass `readout=`."
+            ):
                 logits = output_logits(tape.replay(args, kwargs, layer))
                 if logits.shape != own_logits.shape:
-                    raise ValueError(f"logits of shape {list(logits.shape)}, not {list(own_logits.shape)}")
+                    raise ValueError(
+                        f"logits of shape {list(logits.shape)}, not {list(own_logits.shape)}"
+                    )
         if any(tensor._version != version for tensor, version in record):
             stack.clones = True
             return _check_replay(model, stack, inputs)
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
-        logits, poison = None, lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t
+        logits, poison = (
+            None,
+            lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t,
+        )
         tape.give_within_stack = partial(map_tensors, poison)
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
@@ -221,14 +271,24 @@ def _check_replay(model, stack, inputs):
 def has_router_loss(outputs) -> bool:
     """Whether a mixture of experts gives an auxiliary loss of its router beside the task loss."""
     return isinstance(outputs, dict) and any(
-        key.endswith(("aux_loss", "router_loss", "z_loss")) and value is not None for key, value in outputs.items()
+        key.endswith(("aux_loss", "router_loss", "z_loss")) and value is not None
+        for key, value in outputs.items()
     )
 
 
 def _fingerprint(model):
     """Differs once modules were added, cut or replaced, or a number or flag in a config changed."""
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
-    counts = [value for config in configs.values() for value in vars(config).values() if isinstance(value, int)]
+    configs = {
+        id(m.config): m.config
+        for m in model.modules()
+        if hasattr(getattr(m, "config", None), "__dict__")
+    }
+    counts = [
+        value
+        for config in configs.values()
+        for value in vars(config).values()
+        if isinstance(value, int)
+    ]
     return tuple(map(id, model.modules())), tuple(counts)
 
 

@@ -28,9 +28,15 @@ class LayerStack:
     layers: list[nn.Module]  # its distinct members
     num_layers: int  # CALLS of them in one forward
     hidden_index: int  # position of the hidden state among the tensors of a layer's output
-    ancestors: list[nn.Module]  # that contain the stack, without the model itself; they run for real in a replay
-    neighbours: list[nn.Module]  # the ancestors' children, the layers included; their calls are recorded and answered
-    adds_images: bool = False  # whether features of images are added to the output of layers ("deepstack")
+    ancestors: list[
+        nn.Module
+    ]  # that contain the stack, without the model itself; they run for real in a replay
+    neighbours: list[
+        nn.Module
+    ]  # the ancestors' children, the layers included; their calls are recorded and answered
+    adds_images: bool = (
+        False  # whether features of images are added to the output of layers ("deepstack")
+    )
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules: replays need copies
 
     def hidden_state(self, layer_output) -> torch.Tensor:
@@ -41,27 +47,47 @@ class LayerStack:
 def find_layer_stack(model, inputs) -> LayerStack:
     """Run `model(**inputs)` and find its stack; ValueError for none, or layers that differ in width or length."""
     model_name = type(model).__name__
-    members = {path: list(called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
-    with logged({id(child): child for children in members.values() for child in children}.values()) as calls:
+    members = {
+        path: list(called_children(module))
+        for path, module in model.named_modules()
+        if _may_be_stack(module)
+    }
+    with logged(
+        {id(child): child for children in members.values() for child in children}.values()
+    ) as calls:
         hidden_states = _hidden_states(model, inputs)
 
     # The first may be embeddings of another width, the last may have been merged by the tail.
     if len({state.shape for state in hidden_states[1:-1]}) > 1:
-        raise _differing_shapes(model_name, "hidden states", (state.shape for state in hidden_states))
+        raise _differing_shapes(
+            model_name, "hidden states", (state.shape for state in hidden_states)
+        )
     calls_of = {
         path: [call for call in calls if any(call.module is child for child in children)]
         for path, children in members.items()
     }
-    found = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members, hidden_states)
+    found = _by_hidden_states(calls_of, hidden_states) or _by_chain(
+        calls_of, members, hidden_states
+    )
     if found is None:
-        raise ValueError(f"{model_name} has no stack of layers: run those of an nn.ModuleList one after the other.")
+        raise ValueError(
+            f"{model_name} has no stack of layers: run those of an nn.ModuleList one after the other."
+        )
     name, hidden_index = found
     states = [call.made[hidden_index] for call in calls_of[name]]
-    first_input = max(calls_of[name][0].received, key=lambda tensor: tensor.shape == states[0].shape)
+    first_input = max(
+        calls_of[name][0].received, key=lambda tensor: tensor.shape == states[0].shape
+    )
     if len({state.shape for state in (first_input, *states)}) > 1:
-        raise _differing_shapes(model_name, f"states through `{name}`", (t.shape for t in (first_input, *states)))
-    if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
-        raise ValueError(f"{model_name}: the layers of `{name}` do not run one after the other; use one stack.")
+        raise _differing_shapes(
+            model_name, f"states through `{name}`", (t.shape for t in (first_input, *states))
+        )
+    if not _follow_one_another(states, hidden_states) and not _is_chain(
+        calls_of[name], hidden_index
+    ):
+        raise ValueError(
+            f"{model_name}: the layers of `{name}` do not run one after the other; use one stack."
+        )
 
     path = list(accumulate(name.split("."), getattr, initial=model))
     neighbours = {id(child): child for ancestor in path for child in called_children(ancestor)}
@@ -71,8 +97,16 @@ def find_layer_stack(model, inputs) -> LayerStack:
         num_layers=len(states),
         hidden_index=hidden_index,
         ancestors=path[1:],
-        neighbours=[child for child in neighbours.values() if not any(child is ancestor for ancestor in path)],
-        adds_images=any("deepstack" in name for each in path for name in inspect.signature(each.forward).parameters),
+        neighbours=[
+            child
+            for child in neighbours.values()
+            if not any(child is ancestor for ancestor in path)
+        ],
+        adds_images=any(
+            "deepstack" in name
+            for each in path
+            for name in inspect.signature(each.forward).parameters
+        ),
     )
 
 
@@ -155,7 +189,9 @@ def logged(modules):
 
 def present_autocast(device_type: str) -> torch.autocast:
     """Mixed precision as it is now, to be entered again once the model's forward has left it."""
-    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+    return torch.autocast(
+        device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+    )
 
 
 @contextmanager
@@ -178,7 +214,9 @@ def map_tensors(function, tree):
     """`tree` with `function` applied to its tensors."""
     if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
         return function(tree)
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+    return pytree.tree_map(
+        lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree
+    )
 
 
 def _may_be_stack(module):
@@ -198,7 +236,10 @@ def called_children(module):
 
 def _hidden_states(model, inputs):
     outputs = None
-    if hasattr(model, "config") or "output_hidden_states" in inspect.signature(model.forward).parameters:
+    if (
+        hasattr(model, "config")
+        or "output_hidden_states" in inspect.signature(model.forward).parameters
+    ):
         # A forward without that argument raises TypeError.
         with suppress(TypeError):
             outputs = model(**{**inputs, "output_hidden_states": True})
@@ -235,9 +276,13 @@ def _by_chain(calls_of, members, hidden_states):
     that with the largest layers: a decoder before its encoder, no small head."""
 
     def rank(name):
-        size = sum(p.numel() for child in members[name] for p in child.parameters()) / len(members[name])
+        size = sum(p.numel() for child in members[name] for p in child.parameters()) / len(
+            members[name]
+        )
         received = calls_of[name][0].received
-        return any(_equal(tensor, state) for tensor in received for state in hidden_states[:1]), size
+        return any(
+            _equal(tensor, state) for tensor in received for state in hidden_states[:1]
+        ), size
 
     chains = [name for name, calls in calls_of.items() if calls and _is_chain(calls, 0)]
     return (max(chains, key=rank), 0) if chains else None
@@ -246,10 +291,12 @@ def _by_chain(calls_of, members, hidden_states):
 def _is_chain(calls, index):
     """Whether each call receives the hidden state that the call before returned, and keeps its shape."""
     return all(
-        len(call.made) > index and any(tensor.shape == call.made[index].shape for tensor in call.received)
+        len(call.made) > index
+        and any(tensor.shape == call.made[index].shape for tensor in call.received)
         for call in calls
     ) and all(
-        any(share_storage(before.made[index], tensor) for tensor in call.received) for before, call in pairwise(calls)
+        any(share_storage(before.made[index], tensor) for tensor in call.received)
+        for before, call in pairwise(calls)
     )
 
 
@@ -257,7 +304,9 @@ def _follow_one_another(states, hidden_states):
     """Whether `states` are the model's hidden states in order, with or without embeddings and up to a final norm."""
     return any(
         len(hidden_states) == len(states) + first
-        and all(_equal(state, reported) for state, reported in zip(states[:-1], hidden_states[first:]))
+        and all(
+            _equal(state, reported) for state, reported in zip(states[:-1], hidden_states[first:])
+        )
         for first in (0, 1)
     )
 
@@ -268,7 +317,9 @@ def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _equal(a, b):
-    return a.shape == b.shape and torch.equal(a, b.to(a.device))  # the layers of one model may be on several
+    return a.shape == b.shape and torch.equal(
+        a, b.to(a.device)
+    )  # the layers of one model may be on several
 
 
 def _differing_shapes(model_name, what, shapes):

@@ -63,7 +63,9 @@ class Tape:
         self._wrappers = ExitStack()
         self._wrappers.enter_context(intercepted(self.modules, self._call))
         wrapped = {name: partial(self._call, make, make) for name, make in self.mask_makers.items()}
-        self._wrappers.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, wrapped))
+        self._wrappers.enter_context(
+            mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, wrapped)
+        )
         self.answers = {id(called): [] for called in (*self.modules, *self.mask_makers.values())}
         self.layer_outputs = []
         self.random_states = None
@@ -90,13 +92,22 @@ class Tape:
             args, kwargs = clone((args, kwargs))
         self._begin("idle")
         states = random_state.preserved(self.devices, self.torch_only)
-        with states, switched_off(self.off_in_replay), noise_disabled(), assigned([(self, "phase")], "replay"):
-            return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
+        with (
+            states,
+            switched_off(self.off_in_replay),
+            noise_disabled(),
+            assigned([(self, "phase")], "replay"),
+        ):
+            return self.model.forward(
+                *args, **kwargs
+            )  # not __call__: the root's hooks have had their turn
 
     def close(self):
         if self.phase is not None:
             self._wrappers.close()
-            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.random_states = None
+            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = (
+                self.random_states
+            ) = None
 
     def _begin(self, phase):
         self.phase, self.layer_calls, self.nested, self.in_tail = phase, 0, False, False
@@ -140,7 +151,9 @@ def taped(tape, on_record):
         if tape.phase != "idle":  # else `on_record` calls the model
             tape.close()  # the last call may have raised before `finish`
             _check_layerdrop(tape.model, tape.stack)
-            if tape.stack.adds_images and any("pixel" in name and kwargs[name] is not None for name in kwargs):
+            if tape.stack.adds_images and any(
+                "pixel" in name and kwargs[name] is not None for name in kwargs
+            ):
                 raise ValueError(
                     f"{type(module).__name__} adds features of images to the output of layers, which none has "
                     "that the model stops after: give it text alone, or use plain `Trainer`."
@@ -163,7 +176,11 @@ def taped(tape, on_record):
 
 
 def _check_layerdrop(model, stack):
-    owners = [owner for module in (model, *stack.ancestors) for owner in (module, getattr(module, "config", None))]
+    owners = [
+        owner
+        for module in (model, *stack.ancestors)
+        for owner in (module, getattr(module, "config", None))
+    ]
     rates = [getattr(owner, "layerdrop", None) for owner in owners if model.training]
     if any(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError(
@@ -181,12 +198,16 @@ def off_in_replay(model, stack):
 
 def config_flags(modules, names):
     """(config, name of its flag) pairs of the modules that have a config."""
-    return [(module.config, name) for module in modules if hasattr(module, "config") for name in names]
+    return [
+        (module.config, name) for module in modules if hasattr(module, "config") for name in names
+    ]
 
 
 def switched_off(flags):
     """The flags that are on, of pairs as from [`off_in_replay`] or [`config_flags`], are off inside."""
-    return assigned([(owner, name) for owner, name in flags if getattr(owner, name, False) is True], False)
+    return assigned(
+        [(owner, name) for owner, name in flags if getattr(owner, name, False) is True], False
+    )
 
 
 # A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower.

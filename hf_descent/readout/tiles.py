@@ -48,10 +48,17 @@ class Workspace:
         """Forget the weight, which the optimizer will change."""
         self._weight = None
 
-    def tile(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def tile(
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """An uninitialised `[rows, columns]` tensor, valid until the next call."""
         memory = self._memory
-        if memory is None or memory.numel() < rows * columns or memory.dtype != dtype or memory.device != device:
+        if (
+            memory is None
+            or memory.numel() < rows * columns
+            or memory.dtype != dtype
+            or memory.device != device
+        ):
             self._memory = memory = None  # gone before its successor is allocated
             self._memory = memory = torch.empty(rows * columns, dtype=dtype, device=device)
         return memory[: rows * columns].view(rows, columns)
@@ -76,14 +83,24 @@ class TiledReader:
         self.norm, self.head_loss, self.workspace, self.trains = norm, head_loss, workspace, trains
         self.device = device = head.weight.device
         self.autocast_off = torch.autocast(device.type, enabled=False)
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else head.weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(device.type)
+            if torch.is_autocast_enabled(device.type)
+            else head.weight.dtype
+        )
         self.weight = workspace.weight(head, dtype)  # [vocab, hidden]
         self.bias = None if head.bias is None else head.bias.detach().to(dtype)  # [vocab]
         self.accumulator_dtype = torch.promote_types(dtype, torch.float32)
-        self.rows_per_tile = max(1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight))
-        self.rows_per_slice = max(1, SLICE_ELEMENTS.get(device.type, DEFAULT_SLICE_ELEMENTS) // len(self.weight))
+        self.rows_per_tile = max(
+            1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight)
+        )
+        self.rows_per_slice = max(
+            1, SLICE_ELEMENTS.get(device.type, DEFAULT_SLICE_ELEMENTS) // len(self.weight)
+        )
 
-        self.norm_parameters = [parameter for parameter in norm.parameters() if parameter.requires_grad]
+        self.norm_parameters = [
+            parameter for parameter in norm.parameters() if parameter.requires_grad
+        ]
         self.parameters = [head.weight, head.bias, *self.norm_parameters]
         self.gradients = [
             torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
@@ -92,38 +109,57 @@ class TiledReader:
             for parameter in self.parameters
         ]
 
-    def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def run(
+        self, reads: list[LayerRead], token_statistics: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Fill in losses and gradients of all `reads`; return entropies and hits of the last one where asked for."""
         *inner, final = reads
         for trains in (False, True):
-            alike = [read for read in inner if (self.trains and read.coefficients is not None) == trains]
+            alike = [
+                read for read in inner if (self.trains and read.coefficients is not None) == trains
+            ]
             # Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate.
             size = max(1, self.rows_per_tile // max(1, len(alike[0].rows))) if alike else 1
             for start in range(0, len(alike), size):
                 self._run_group(alike[start : start + size], trains)
         statistics = None
         if token_statistics:
-            entropies = self.weight.new_empty(len(final.rows), dtype=self.accumulator_dtype)  # [tokens]
+            entropies = self.weight.new_empty(
+                len(final.rows), dtype=self.accumulator_dtype
+            )  # [tokens]
             statistics = entropies, torch.empty_like(entropies, dtype=torch.bool)  # [tokens] each
-        self._run_group([final], self.trains and final.coefficients is not None, *statistics or (None, None))
+        self._run_group(
+            [final], self.trains and final.coefficients is not None, *statistics or (None, None)
+        )
         return statistics
 
     def _run_group(self, group: list[LayerRead], trains: bool, entropies=None, hits=None):
         with torch.set_grad_enabled(trains):
             inputs = [
-                read.hidden.detach().flatten(0, -2).index_select(0, read.rows.to(read.hidden.device)) for read in group
+                read.hidden.detach()
+                .flatten(0, -2)
+                .index_select(0, read.rows.to(read.hidden.device))
+                for read in group
             ]
             # Each [tokens, hidden]. A norm with a device of its own is moved to by accelerate's hook.
-            normed = [self.norm(x.requires_grad_(trains).to(self.device)).to(self.device) for x in inputs]
+            normed = [
+                self.norm(x.requires_grad_(trains).to(self.device)).to(self.device) for x in inputs
+            ]
         with self.autocast_off:
-            x = torch.cat([y.detach() for y in normed]).to(self.weight.dtype)  # [group tokens, hidden]
+            x = torch.cat([y.detach() for y in normed]).to(
+                self.weight.dtype
+            )  # [group tokens, hidden]
             targets = torch.cat([read.targets for read in group])  # [group tokens]
-            coefficients = torch.cat([read.coefficients for read in group])[:, None] if trains else None
+            coefficients = (
+                torch.cat([read.coefficients for read in group])[:, None] if trains else None
+            )
             losses = x.new_empty(len(x), dtype=self.accumulator_dtype)  # [group tokens]
             x_grad = torch.empty_like(x, dtype=self.accumulator_dtype) if trains else None
             num_tiles = max(1, math.ceil(len(x) / self.rows_per_tile))
             columns = [x, targets, losses, coefficients, x_grad, entropies, hits]
-            tiles = [[None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns]
+            tiles = [
+                [None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns
+            ]
             for tile in zip(*tiles):
                 self._tile(*tile)
 
@@ -146,7 +182,8 @@ class TiledReader:
         else:
             torch.addmm(self.bias, x, self.weight.t(), beta=scale, alpha=scale, out=logits)
         slices = [
-            None if t is None else t.split(self.rows_per_slice) for t in (logits, targets, losses, entropies, hits)
+            None if t is None else t.split(self.rows_per_slice)
+            for t in (logits, targets, losses, entropies, hits)
         ]
         for slice_ in zip(*(t or [None] * len(slices[0]) for t in slices)):
             self._cross_entropy_(*slice_)
@@ -172,7 +209,9 @@ class TiledReader:
             entropies.copy_(-torch.linalg.vecdot(probabilities, log_probabilities))
         else:
             probabilities = log_probabilities.exp_()
-        gradient = probabilities.scatter_add_(1, targets, torch.full_like(label_scores, smoothing - 1))
+        gradient = probabilities.scatter_add_(
+            1, targets, torch.full_like(label_scores, smoothing - 1)
+        )
         if smoothing:
             gradient.sub_(smoothing / gradient.shape[1])
         if softcap is not None:

@@ -5,7 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, rewrite_logs
+from transformers.integrations.integration_utils import (
+    TensorBoardCallback,
+    TrackioCallback,
+    rewrite_logs,
+)
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import has_length
 
@@ -76,9 +80,13 @@ class DescentCallback(TrainerCallback):
         if chosen_by.endswith("feasible_score") and metrics.get(chosen_by, 0.0) < 0:
             for callback in self.others:
                 if isinstance(callback, EarlyStoppingCallback):
-                    callback.early_stopping_patience_counter = -1  # it is about to count this evaluation
+                    callback.early_stopping_patience_counter = (
+                        -1
+                    )  # it is about to count this evaluation
         # Each logged the scalars before, so that its run is open.
-        trackers = [each for each in self.others if isinstance(each, TensorBoardCallback | TrackioCallback)]
+        trackers = [
+            each for each in self.others if isinstance(each, TensorBoardCallback | TrackioCallback)
+        ]
         names = [name for name in metrics if LAYER_LOSS.search(name)]
         if not (trackers and names and state.is_world_process_zero):
             return

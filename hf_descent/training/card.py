@@ -18,7 +18,11 @@ def card_facts(trainer: Trainer, given: dict[str, Any], trained: bool) -> dict[s
     tags = dict.fromkeys([*(listed(given.pop("tags", None)) or []), *type(trainer)._tag_names])
     summary = TrainingSummary.from_trainer(trainer, tags=list(tags), **given)
     # Each of a dict of data sets is logged by itself, under its own name.
-    history = [entry for entry in trainer.state.log_history if any(name.endswith("_runtime") for name in entry)]
+    history = [
+        entry
+        for entry in trainer.state.log_history
+        if any(name.endswith("_runtime") for name in entry)
+    ]
     evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
     # Training may end by loading the best model, which was evaluated at a step of its own.
     loaded = trainer.args.load_best_model_at_end and history and "train_runtime" in history[-1]

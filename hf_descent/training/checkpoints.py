@@ -37,9 +37,18 @@ from .records import RunRecord, evaluation_sets, reduced
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
-OPTIMIZERS = ("optimizer", "global_step")  # the beginnings of their names, the latter with DeepSpeed
+OPTIMIZERS = (
+    "optimizer",
+    "global_step",
+)  # the beginnings of their names, the latter with DeepSpeed
 CHECKSUMS_NAME = "descent_files.json"  # with the step, sizes and checksums of the other files
-CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming reads, beside JSON, which people may edit
+CHECKED = (
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".distcp",
+)  # what resuming reads, beside JSON, which people may edit
 
 
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
@@ -72,7 +81,9 @@ def on_first_process(args: TrainingArguments, function: Callable[[str], Any], fo
 def _report_changes(checkpoint: str, args: DescentArguments) -> None:
     """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
     if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
-        logger.warning(f"{checkpoint} holds no optimizer (`save_only_model`): it and its schedule start afresh.")
+        logger.warning(
+            f"{checkpoint} holds no optimizer (`save_only_model`): it and its schedule start afresh."
+        )
     saved = RunFolder(checkpoint).summary.get("arguments")
     if saved is None:  # of plain Trainer
         return
@@ -88,7 +99,10 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
 
 def saved_summary(trainer: Trainer) -> dict[str, Any]:
     """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
-    folders = (loaded_from(trainer.model), os.path.abspath(trainer.args.output_dir))  # no name on the Hub
+    folders = (
+        loaded_from(trainer.model),
+        os.path.abspath(trainer.args.output_dir),
+    )  # no name on the Hub
     return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
 
 
@@ -97,10 +111,14 @@ def save_checksums(trainer: Trainer, folder: str) -> None:
     if not trainer.args.should_save:
         return
     paths = [
-        path for path in sorted(Path(folder).rglob("*")) if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
+        path
+        for path in sorted(Path(folder).rglob("*"))
+        if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
     ]
     files = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
-    write_json(os.path.join(folder, CHECKSUMS_NAME), {"step": trainer.state.global_step, "files": files})
+    write_json(
+        os.path.join(folder, CHECKSUMS_NAME), {"step": trainer.state.global_step, "files": files}
+    )
 
 
 def check_agreement(trainer: Trainer, multipliers: torch.Tensor) -> None:
@@ -109,7 +127,9 @@ def check_agreement(trainer: Trainer, multipliers: torch.Tensor) -> None:
     On every process, or the others would wait for the one that raises.
     """
     process = trainer.args.process_index
-    first = reduced(trainer, multipliers if process == 0 else torch.zeros_like(multipliers))  # [layers]
+    first = reduced(
+        trainer, multipliers if process == 0 else torch.zeros_like(multipliers)
+    )  # [layers]
     if reduced(trainer, (multipliers != first).any().float()):
         raise RuntimeError(
             f"The multipliers differ between processes: {multipliers.tolist()} on process {process}, "
@@ -125,7 +145,9 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
     Trainer would leave such weights as they are (huggingface/transformers#48805).
     """
     model = getattr(trainer.model, "_orig_mod", trainer.model)  # of a compiled one
-    is_whole = isinstance(model, PreTrainedModel) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    is_whole = isinstance(model, PreTrainedModel) and not (
+        trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    )
     files = list(Path(folder).glob("model*.safetensors")) if is_whole else []
     saved = set().union(*(safe_open(file, framework="pt").keys() for file in files))
     if not files or saved <= model.state_dict().keys():
@@ -142,7 +164,11 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
 
 
 def run_summary(
-    trainer: Trainer, record: RunRecord, command: Mapping[str, Any], readout, state: DescentState | None
+    trainer: Trainer,
+    record: RunRecord,
+    command: Mapping[str, Any],
+    readout,
+    state: DescentState | None,
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
     step costs, the dual side. A `record` of a run that never started says nothing of training."""
@@ -196,7 +222,9 @@ def newest_complete_checkpoint(output_dir: str) -> str:
         except (OSError, ValueError):
             started = math.inf  # incomplete
         found.append((started, int(step), str(folder)))
-    for *_, folder in sorted(found, reverse=True):  # older ones, which may be large, need not be read
+    for *_, folder in sorted(
+        found, reverse=True
+    ):  # older ones, which may be large, need not be read
         if (fault := next(faults(folder), None)) is None:
             return folder
         logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
@@ -206,7 +234,9 @@ def newest_complete_checkpoint(output_dir: str) -> str:
 def check_complete(checkpoint: str, resumes: bool = True) -> None:
     """ValueError where a checkpoint folder is incomplete or damaged, for training or for its model alone."""
     for fault in faults(checkpoint, resumes) if os.path.isdir(checkpoint) else ():
-        raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
+        raise ValueError(
+            f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`."
+        )
 
 
 def faults(checkpoint: str, resumes: bool = True) -> Iterator[str]:
@@ -232,7 +262,10 @@ def faults(checkpoint: str, resumes: bool = True) -> Iterator[str]:
     # Who converts weights, as to other shards, puts new files in the place of those that were written.
     tensors = {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
     converted = any(name.startswith(WEIGHTS) for name in tensors - saved["files"].keys())
-    spared = (*(WEIGHTS if converted else ()), *(() if resumes else ("optimizer", "scheduler", "rng_state", "scaler")))
+    spared = (
+        *(WEIGHTS if converted else ()),
+        *(() if resumes else ("optimizer", "scheduler", "rng_state", "scaler")),
+    )
     for name, known in saved["files"].items():
         if name.startswith(spared) and not (folder / name).exists():
             continue
@@ -255,9 +288,14 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
     changed in it by hand; ValueError where they are another model's."""
     saved = {}
     for file in files:
-        saved |= {name.removeprefix("_orig_mod."): weight for name, weight in load_file(file).items()}
+        saved |= {
+            name.removeprefix("_orig_mod."): weight for name, weight in load_file(file).items()
+        }
     slots = [slots for module in model.modules() for slots in (module._parameters, module._buffers)]
-    before, conversions = [dict(each) for each in slots], getattr(model, "_weight_conversions", None)
+    before, conversions = (
+        [dict(each) for each in slots],
+        getattr(model, "_weight_conversions", None),
+    )
     try:
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)
@@ -266,7 +304,11 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
                 f"The weights in {files[0].parent} are not those of this {type(model).__name__}: "
                 f"{info.conversion_errors or sorted(info.mismatched_keys)}."
             )
-        return {name: weight for name, weight in model.state_dict().items() if name not in info.missing_keys}
+        return {
+            name: weight
+            for name, weight in model.state_dict().items()
+            if name not in info.missing_keys
+        }
     finally:
         # The conversion leaves new tensors in the model; its optimizer knows those before.
         for each, tensors in zip(slots, before):

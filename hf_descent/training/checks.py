@@ -32,22 +32,34 @@ def check_supported(trainer: Trainer, loss_method) -> None:
     """ValueError where this run's layers cannot be read; `loss_method` is that of the class behind the mixin."""
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(inner_model(trainer.model), "config", None)
-    depth = getattr(config, "num_hidden_layers", None)  # of an encoder-decoder the number of its encoder's
+    depth = getattr(
+        config, "num_hidden_layers", None
+    )  # of an encoder-decoder the number of its encoder's
     if isinstance(depth, int) and not getattr(config, "is_encoder_decoder", False):
         for name in ("exit_targets", "loss_targets"):
             check_targets(name, getattr(args, name), depth)
         check_constrained_layers(args.constrained_layers, depth)
     if loss_method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
         remedy = "Give it as `layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
-        raise ValueError(f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. {remedy}")
+        raise ValueError(
+            f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. {remedy}"
+        )
     for name, rows in evaluation_sets(trainer).items():
         if has_length(rows) and not len(rows):
             raise ValueError(f"`{name}` has no rows to evaluate on: give some, or leave it out.")
     if getattr(args, "loss_type", "nll") != "nll":
-        raise ValueError(f"`loss_type` is {args.loss_type!r}, which no layer has; use 'nll', or `objective='erm'`.")
-    if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
+        raise ValueError(
+            f"`loss_type` is {args.loss_type!r}, which no layer has; use 'nll', or `objective='erm'`."
+        )
+    if (
+        getattr(args, "eval_packing", False)
+        and not trainer.padding_free
+        and args.packing_strategy != "wrapped"
+    ):
         remedy = "set `padding_free=True`, or `eval_packing=False`"
-        raise ValueError(f"`eval_packing=True` without `packing` lets documents see those before them: {remedy}.")
+        raise ValueError(
+            f"`eval_packing=True` without `packing` lets documents see those before them: {remedy}."
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of its "
@@ -55,22 +67,36 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             "`CUDA_VISIBLE_DEVICES` to one device."
         )
     if args.world_size > 1 and args.ddp_static_graph:
-        raise ValueError("`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out.")
+        raise ValueError(
+            "`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out."
+        )
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO and args.gradient_checkpointing:
-        given = "`torch_compile=True` has no effect on layers that `gradient_checkpointing=True` runs"
+        given = (
+            "`torch_compile=True` has no effect on layers that `gradient_checkpointing=True` runs"
+        )
         raise ValueError(f"{given}: set one of them to `False`.")
     # What follows the layers runs once per layer: `find_layers` compiles each layer by itself.
     dynamo.backend = DynamoBackend.NO
     if trainer.is_fsdp_enabled and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
-        raise ValueError("FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`.")
+        raise ValueError(
+            "FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`."
+        )
     for adapter in getattr(trainer.model, "peft_config", {}).values():
         if getattr(adapter, "orth_reg_weight", 0):
             remedy = "set `orth_reg_weight=0` in its config, or use LoRA"
-            raise ValueError(f"AdaLoRA's penalty on its matrices would count as a loss of every layer; {remedy}.")
+            raise ValueError(
+                f"AdaLoRA's penalty on its matrices would count as a loss of every layer; {remedy}."
+            )
         if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
-            raise ValueError(f"{type(adapter).__name__} puts trained embeddings before the tokens: use LoRA.")
-    sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
+            raise ValueError(
+                f"{type(adapter).__name__} puts trained embeddings before the tokens: use LoRA."
+            )
+    sizes = {
+        "tensor": trainer.get_tp_size(),
+        "context": trainer.get_cp_size(),
+        "sequence": trainer.get_sp_size(),
+    }
     if split := [name for name, size in sizes.items() if size > 1]:
         raise ValueError(
             f"{split[0].capitalize()} parallelism is not supported: a layer's loss needs whole rows of tokens and "
@@ -81,9 +107,13 @@ def check_supported(trainer: Trainer, loss_method) -> None:
 def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
     """ValueError where a trainer is given both, TypeError where the first is no function."""
     if not (layer_loss_fn is None or callable(layer_loss_fn)):
-        raise TypeError(f"`layer_loss_fn` is {layer_loss_fn!r}; give a function of outputs, labels and items.")
+        raise TypeError(
+            f"`layer_loss_fn` is {layer_loss_fn!r}; give a function of outputs, labels and items."
+        )
     if layer_loss_fn is not None and compute_loss_func is not None:
-        raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
+        raise ValueError(
+            "Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer."
+        )
 
 
 def without_labels(trainer: Trainer, inputs: Mapping[str, Any]) -> ValueError:
@@ -107,7 +137,11 @@ def without_layers(trainer: Trainer) -> ValueError:
 def check_data(trainer: Trainer, readout, dual_dataset) -> dict[str, set | dict]:
     """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the same;
     the keys of the rows that it sees, see `check_parts`."""
-    if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
+    if (
+        trainer.train_dataset is not None
+        and has_length(trainer.train_dataset)
+        and not len(trainer.train_dataset)
+    ):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
     collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
     if collates and trainer.compute_loss_func is None and readout is None:
@@ -116,7 +150,9 @@ def check_data(trainer: Trainer, readout, dual_dataset) -> dict[str, set | dict]
     return check_parts(trainer, dual_dataset)
 
 
-def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:
+def _check_classes(
+    model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]
+) -> None:
     """ValueError where a column or a list with one label per row holds whole numbers that are no classes of `model`, a
     classifier of transformers or of ours: training would end late, or abort a GPU's process."""
     model = inner_model(model)
@@ -128,16 +164,24 @@ def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: I
         return
     for argument, data in datasets.items():
         is_dataset = isinstance(data, Dataset) and data.format["type"] != "custom"
-        if not (is_dataset or isinstance(data, list)) or not data or not isinstance(first := data[0], Mapping):
+        if (
+            not (is_dataset or isinstance(data, list))
+            or not data
+            or not isinstance(first := data[0], Mapping)
+        ):
             continue
         # A collator takes "label" where there is no other, and makes whole numbers of true and false.
         name = next((name for name in (*label_names, "label") if name in first), None)
         if name is None or np.ndim(first[name]):
             continue
-        values = np.asarray(data.with_format("numpy")[name][:] if is_dataset else [row.get(name) for row in data])
+        values = np.asarray(
+            data.with_format("numpy")[name][:] if is_dataset else [row.get(name) for row in data]
+        )
         if values.dtype.kind not in "iu":
             continue
-        wrong = values[(values >= model.config.num_labels) | ((values < 0) & (values != IGNORE_INDEX))]
+        wrong = values[
+            (values >= model.config.num_labels) | ((values < 0) & (values != IGNORE_INDEX))
+        ]
         if wrong.size:
             raise ValueError(
                 f"`{name}` in `{argument}` has {wrong[0]}, but {kind.__name__} takes whole numbers, 0 to "
@@ -151,7 +195,11 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
     tokens of a row, taken for two documents, change the logits of the second by other tokens in the first."""
     positions = inputs.get("position_ids")  # [rows, seq]
     labels = labels_of(inputs, trainer.label_names)
-    if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
+    if (
+        positions is None
+        or positions.shape != labels.shape
+        or inputs.get("attention_mask") is not None
+    ):
         return
     length, args = min(positions.shape[1] // 2, PACKING_TOKENS), trainer.args
     # A later row may hold several documents, though the first one does not.
@@ -160,13 +208,18 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
     if length == 0 or not (packs or (positions.diff(dim=1) != 1).any()):
         return
     batch = {
-        name: value[:1, : 2 * length] if getattr(value, "shape", ())[:2] == positions.shape else value
+        name: value[:1, : 2 * length]
+        if getattr(value, "shape", ())[:2] == positions.shape
+        else value
         for name, value in inputs.items()
-        if value is not labels and not name.startswith(("cu_seq_lens", "max_length"))  # which positions tell, too
+        if value is not labels
+        and not name.startswith(("cu_seq_lens", "max_length"))  # which positions tell, too
     }
     batch["position_ids"] = torch.arange(length, device=positions.device).repeat(2)[None]
     if "seq_idx" in batch:
-        batch["seq_idx"] = torch.arange(2, device=positions.device).repeat_interleave(length)[None].int()
+        batch["seq_idx"] = (
+            torch.arange(2, device=positions.device).repeat_interleave(length)[None].int()
+        )
     tokens, logits = batch["input_ids"], []
     with probing(model):
         for first in (tokens[:, :length], tokens[:, length:].flip(1)):
@@ -174,7 +227,9 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
             second = output_logits(outputs)[:, -length:].float()  # [1, length, vocab]
             logits.append(second - second.mean(-1, keepdim=True))
     error = ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+        trainer.accelerator.mixed_precision, torch.float32
+    )
     dtypes = {mixed, *(p.dtype for p in model.parameters() if p.is_floating_point())}
     if error > max(1e-4, *(8 * torch.finfo(dtype).eps for dtype in dtypes)):
         raise ValueError(
@@ -209,8 +264,14 @@ def check_some_labels(dataset: Dataset, name: str, max_length: int | None) -> No
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
     """Log after warm-up, or a tenth of the run, where a head of texts finds nothing in the early layers."""
-    has_head = readout.readout is None and type(inner_model(readout.model)).__name__.endswith("SequenceClassification")
-    if step + 1 != max(dual.active_from, dual.max_steps // 10) or dual.problem is None or not has_head:
+    has_head = readout.readout is None and type(inner_model(readout.model)).__name__.endswith(
+        "SequenceClassification"
+    )
+    if (
+        step + 1 != max(dual.active_from, dual.max_steps // 10)
+        or dual.problem is None
+        or not has_head
+    ):
         return
     at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
     if any(at_chance) and not at_chance[-1]:

@@ -28,7 +28,9 @@ from .records import LayerTotals, reduced
 
 logger = logging.get_logger(__name__)
 
-UNKNOWN_SCORE = -1e9  # below that of any model that has learned something, also when steps are added to it
+UNKNOWN_SCORE = (
+    -1e9
+)  # below that of any model that has learned something, also when steps are added to it
 
 
 def rows_counted_once(trainer: Trainer, inputs) -> int | None:
@@ -51,7 +53,11 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
 def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
     config = getattr(model, "config", None)
-    keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"]) if keys is None else keys
+    keys = (
+        getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"])
+        if keys is None
+        else keys
+    )
     return [*keys, "hidden_states", "encoder_hidden_states", "decoder_hidden_states"]
 
 
@@ -62,9 +68,13 @@ class LayersBeside:
     `loss_method` is as for `check_supported`; `before` is what the last evaluation has read, perhaps of these layers.
     """
 
-    def __init__(self, trainer: Trainer, loss_method: Callable, before: "LayersBeside | LayerTotals"):
+    def __init__(
+        self, trainer: Trainer, loss_method: Callable, before: "LayersBeside | LayerTotals"
+    ):
         self._trainer, self._loss_method, self._totals = trainer, loss_method, LayerTotals()
-        self._found: tuple[LayerLosses | None, ConstantPredictor | None] | None = getattr(before, "_found", None)
+        self._found: tuple[LayerLosses | None, ConstantPredictor | None] | None = getattr(
+            before, "_found", None
+        )
 
     def _find(self, model, inputs):
         trainer = self._trainer
@@ -75,7 +85,10 @@ class LayersBeside:
             check_supported(trainer, self._loss_method)
             inputs = shared_batch(inputs, trainer)
             task = find_task(trainer, model, inputs)
-            sample = {"token_fraction": trainer.args.readout_token_fraction, "seed": trainer.args.seed}
+            sample = {
+                "token_fraction": trainer.args.readout_token_fraction,
+                "seed": trainer.args.seed,
+            }
             layers, constant = layers_and_predictor(model, inputs, task, **sample)
             if layers.readout.stack.adds_images:
                 raise ValueError("batches with images could not be read.")
@@ -89,7 +102,10 @@ class LayersBeside:
         trainer, own_rows = self._trainer, rows_counted_once(self._trainer, inputs)
         if not trainer._is_labelled(inputs):
             return
-        inputs, place = trainer._prepare_inputs(inputs), (trainer.args.process_index, self._totals.batches)
+        inputs, place = (
+            trainer._prepare_inputs(inputs),
+            (trainer.args.process_index, self._totals.batches),
+        )
         with probing(unwrapped(model)), trainer.compute_loss_context_manager():
             layers, constant = self._found or (None, None)
             if self._found is None or not (layers is None or layers.readout.fits(unwrapped(model))):
@@ -109,9 +125,15 @@ class LayersBeside:
             return {}
         args, labels = self._trainer.args, self._totals.labels
         totals = reduced(self._trainer, self._totals.over(layers.num_layers, args.device))
-        dual = DescentState(args, layers.num_layers, 0, 0, chance_of(labels) or None)  # 0: nothing to predict
+        dual = DescentState(
+            args, layers.num_layers, 0, 0, chance_of(labels) or None
+        )  # 0: nothing to predict
         found, _ = layer_metrics(dual, totals, labels, prefix, 0)
-        return {name: found[name] for name in found if LAYER_LOSS.search(name) or name.endswith(RELATIVE_METRICS)}
+        return {
+            name: found[name]
+            for name in found
+            if LAYER_LOSS.search(name) or name.endswith(RELATIVE_METRICS)
+        }
 
 
 def layer_metrics(
@@ -135,7 +157,9 @@ def layer_metrics(
     blocks = blocks[blocks[:, -1] > 0]
     if not len(blocks):
         return {}, None
-    blocks = np.stack([blocks[:, :-1], np.broadcast_to(blocks[:, -1:], blocks[:, :-1].shape)], axis=-1)  # [B, L, 2]
+    blocks = np.stack(
+        [blocks[:, :-1], np.broadcast_to(blocks[:, -1:], blocks[:, :-1].shape)], axis=-1
+    )  # [B, L, 2]
     losses = torch.from_numpy(blocks[..., 0].sum(0) / blocks[..., 1].sum(0))  # [layers]
     # Trainer averages batches; f_L is an average over items.
     metrics = {f"layer_loss_{layer}": loss for layer, loss in enumerate(losses.tolist(), start=1)}
@@ -151,16 +175,25 @@ def layer_metrics(
                 f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
             )
         facts = facts_of(dual, dual.problem.state_dict(), also_selected)
-        certificate = certify(dual.problem, blocks, chance=chance_of(labels), data_name=prefix, **facts)
-        metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
+        certificate = certify(
+            dual.problem, blocks, chance=chance_of(labels), data_name=prefix, **facts
+        )
+        metrics["max_violation"], metrics["feasible"] = (
+            certificate.max_violation,
+            float(certificate.feasible),
+        )
         metrics["descent_share"] = certificate.descent_share
         miss = certificate.shortfall + 1e-3 / (1 + height)
         if certificate.has_learned and math.isfinite(miss):
             metrics["feasible_score"] = height if certificate.feasible else -miss
-    return {f"{prefix}_{name}": value for name, value in metrics.items() if value is not None}, certificate
+    return {
+        f"{prefix}_{name}": value for name, value in metrics.items() if value is not None
+    }, certificate
 
 
-def facts_of(dual: DescentState | None, problem: dict[str, Any], also_selected: bool) -> dict[str, Any]:
+def facts_of(
+    dual: DescentState | None, problem: dict[str, Any], also_selected: bool
+) -> dict[str, Any]:
     """The facts of training that a verdict on `problem` reports; some only where it is that of the training."""
     facts = {"also_selected": also_selected}
     if dual is not None and dual.problem is not None and dual.problem.state_dict() == problem:
@@ -173,7 +206,9 @@ def chosen_dataset(known, dataset):
     """The data set that `evaluate(dataset)` would take, of the trainer's own `known`; ValueError where it is none."""
     if isinstance(known, dict) and (dataset is None or isinstance(dataset, str)):
         if dataset not in known:
-            raise ValueError(f"`eval_dataset` is {dataset!r}; give one of {', '.join(map(repr, known))}.")
+            raise ValueError(
+                f"`eval_dataset` is {dataset!r}; give one of {', '.join(map(repr, known))}."
+            )
         return known[dataset]
     dataset = known if dataset is None else dataset
     if dataset is None or isinstance(dataset, dict | str):
@@ -193,7 +228,9 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
     # Regression, as transformers' own losses recognise it.
     problem = getattr(config, "problem_type", None)
     classifies = re.search("For(Sequence|Image|Video)Classification", type(model).__name__)
-    is_regression = problem == "regression" or (problem is None and classifies is not None and config.num_labels == 1)
+    is_regression = problem == "regression" or (
+        problem is None and classifies is not None and config.num_labels == 1
+    )
     is_regression = is_regression or type(model).__name__.endswith("Denoising")
     # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)

@@ -40,7 +40,10 @@ def row_keys(trainer: Trainer, rows) -> list[int]:
     rows = rows.select(chosen) if is_dataset else [rows[row] for row in chosen]
     columns = [_stored(rows, name) for name in names if name in first] if is_dataset else []
     columns = columns or [[row.get(name) for row in rows] for name in names]
-    return [hash(tuple(_content(value) for value in values if value is not None)) for values in zip(*columns)]
+    return [
+        hash(tuple(_content(value) for value in values if value is not None))
+        for values in zip(*columns)
+    ]
 
 
 def _stored(rows: Dataset, name: str) -> Iterator:
@@ -56,9 +59,13 @@ def _stored(rows: Dataset, name: str) -> Iterator:
 
 def _content(value) -> bytes | str:
     """Alike for the same numbers in lists, arrays and tensors; of over 32,767 some are taken, spread evenly."""
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # texts, or lists of uneven lengths
+    with contextlib.suppress(
+        TypeError, ValueError, RuntimeError
+    ):  # texts, or lists of uneven lengths
         value = (value if hasattr(value, "ravel") else np.asarray(value)).ravel()
-        value = value[:: len(value) // 2**14 | 1]  # in odd steps: even ones would pass over columns of images
+        value = value[
+            :: len(value) // 2**14 | 1
+        ]  # in odd steps: even ones would pass over columns of images
         return np.asarray(value, np.float64).tobytes()
     return repr(value.tolist() if hasattr(value, "tolist") else value)
 
@@ -70,16 +77,27 @@ def check_parts(trainer: Trainer, dual_dataset) -> dict[str, set | dict]:
     ValueError where rows of `dual_dataset` are too few or cannot be counted, or over 1 % are in another part: people's
     data has duplicates."""
     if dual_dataset is not None and trainer.args.dual_holdout is not None:
-        raise ValueError("Give `dual_dataset` or `dual_holdout`, not both: either holds the rows of the multipliers.")
-    if dual_dataset is not None and not (has_length(dual_dataset) and len(dual_dataset) >= LEAST_ROWS):
+        raise ValueError(
+            "Give `dual_dataset` or `dual_holdout`, not both: either holds the rows of the multipliers."
+        )
+    if dual_dataset is not None and not (
+        has_length(dual_dataset) and len(dual_dataset) >= LEAST_ROWS
+    ):
         count = len(dual_dataset) if has_length(dual_dataset) else "no known number of"
-        raise ValueError(f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length.")
-    sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
+        raise ValueError(
+            f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length."
+        )
+    sets, dual = (
+        {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)},
+        row_keys(trainer, dual_dataset),
+    )
     keys = {name: row_keys(trainer, rows) for name, rows in sets.items()}
     for name, rows in sets.items() if dual_dataset is not None else ():
         share = np.isin(dual, keys[name]).mean() if dual else 0.0
         if dual_dataset is rows or share > MOST_SHARED:
-            raise ValueError(f"`dual_dataset` has rows of `{name}` ({share:.1%} of those looked at): give others.")
+            raise ValueError(
+                f"`dual_dataset` has rows of `{name}` ({share:.1%} of those looked at): give others."
+            )
     seen = {*keys.pop("train_dataset"), *dual}
     for name, found in keys.items():
         _report_shared_rows(found, seen, name)
@@ -105,9 +123,13 @@ def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
     keys = record.evaluated.get(own, [])
     if own is None and (seen or evaluated):
         rows = trainer._held_out(given) if isinstance(given, Dataset) else given
-        keys = row_keys(trainer, rows.dataset if isinstance(rows, DataLoader) else rows)  # TRL's, tokenised
+        keys = row_keys(
+            trainer, rows.dataset if isinstance(rows, DataLoader) else rows
+        )  # TRL's, tokenised
         _report_shared_rows(keys, seen)
-    fitted, chosen = (sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated))
+    fitted, chosen = (
+        sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated)
+    )
     chosen = (chosen or own is not None) and (record.searched or trainer.args.eval_strategy != "no")
     return fitted or chosen or (given is trainer.train_dataset and record.started is not None)
 
@@ -127,7 +149,9 @@ def split(dataset, args: DescentArguments) -> tuple:
         )
     order = shuffled(dataset, args).indices
     # A `datasets.Dataset` stays one: Trainer drops its columns, and may sort it by a column of lengths.
-    select = dataset.select if hasattr(dataset, "select") else lambda indices: Subset(dataset, indices)
+    select = (
+        dataset.select if hasattr(dataset, "select") else lambda indices: Subset(dataset, indices)
+    )
     return select(sorted(order[count:])), Subset(dataset, order[:count])
 
 
@@ -142,7 +166,9 @@ class HeldOutRows:
 
     def __init__(self, trainer: Trainer, rows):
         self._trainer, self._rows, self.count = trainer, rows, len(rows)
-        self._collate = trainer.get_test_dataloader(rows).collate_fn  # drops columns, as in training
+        self._collate = trainer.get_test_dataloader(
+            rows
+        ).collate_fn  # drops columns, as in training
         logger.info(f"The multipliers move on {self.count} rows that are held out of training.")
 
     def layer_losses(self, layers: LayerLosses, turn: int) -> torch.Tensor:
@@ -153,20 +179,31 @@ class HeldOutRows:
         size = trainer._train_batch_size if args.auto_find_batch_size else args.train_batch_size
         size //= args.world_size if trainer.accelerator.split_batches else 1
         parts = args.gradient_accumulation_steps * args.world_size
-        own = range(turn * parts + args.process_index, (turn + 1) * parts, args.world_size)  # of all batches
+        own = range(
+            turn * parts + args.process_index, (turn + 1) * parts, args.world_size
+        )  # of all batches
         with drawing_apart(trainer, model, seed=turn):
-            rows = [[self._rows[(part * size + row) % self.count] for row in range(size)] for part in own]
+            rows = [
+                [self._rows[(part * size + row) % self.count] for row in range(size)]
+                for part in own
+            ]
             batches = list(map(self._collate, rows))
         totals = LayerTotals()
         model.eval()
         # The noise is entered once: its draws go on from one batch to the next.
-        with torch.no_grad(), trainer.compute_loss_context_manager(), trainer._training_noise(model):
+        with (
+            torch.no_grad(),
+            trainer.compute_loss_context_manager(),
+            trainer._training_noise(model),
+        ):
             for part, batch in zip(own, batches, strict=True):
                 inputs = trainer._prepare_inputs(batch)
                 totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
         model.train()
         for unit in model.modules():
-            if isinstance(unit, FSDPModule):  # one that is left whole would keep the step's gradient at `zero_grad`
+            if isinstance(
+                unit, FSDPModule
+            ):  # one that is left whole would keep the step's gradient at `zero_grad`
                 unit.reshard()
         sums = reduced(trainer, totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
         return (sums[:-1] / sums[-1]).float()

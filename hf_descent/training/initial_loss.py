@@ -27,7 +27,9 @@ from ..readout.tape import assigned
 from .records import reduced
 
 
-SEED = 0  # of the rows, and of what a collator draws: runs that differ by their seed have the same f_0
+SEED = (
+    0  # of the rows, and of what a collator draws: runs that differ by their seed have the same f_0
+)
 
 
 def is_readable_once(dataset) -> bool:
@@ -58,13 +60,17 @@ def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredicto
     mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
     is_noisy = predictor.signal is not None and mean_square > 0
     with drawing_apart(trainer, task.model):
-        predictor = replace(predictor, noise_variance=mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0)
+        predictor = replace(
+            predictor, noise_variance=mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0
+        )
         chance = chance_of_batches(task, predictor, collated(trainer, data, predictor.enough))
     # One value for all, also where each process has a part of a stream to itself.
     return reduced(trainer, torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
 
 
-def chance_of_batches(task: TaskLoss, predictor: ConstantPredictor, batches: Iterable[Mapping[str, Any]]) -> float:
+def chance_of_batches(
+    task: TaskLoss, predictor: ConstantPredictor, batches: Iterable[Mapping[str, Any]]
+) -> float:
     """The loss of the best constant prediction of the first labels of `batches`, as many as are `enough`."""
     predictor, missing = replace(predictor), predictor.enough  # a copy, to count in
     for batch in batches:
@@ -83,7 +89,9 @@ def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, An
     if not is_stream:
         chosen = np.linspace(0, len(data) - 1, min(len(data), most_rows)).astype(int)
         data = Subset(data, np.random.default_rng(SEED).permutation(chosen).tolist())
-    collate = trainer.get_test_dataloader(data).collate_fn  # leaves columns out that the model does not take
+    collate = trainer.get_test_dataloader(
+        data
+    ).collate_fn  # leaves columns out that the model does not take
     rows = islice(data, most_rows) if is_stream else map(data.__getitem__, range(len(data)))
     while batch := list(islice(rows, trainer.args.train_batch_size)):
         yield collate(batch)

@@ -67,33 +67,54 @@ class DescentObjective:
         seed: int = 42,
     ):
         if args.gamma_train > 0:
-            raise ValueError(f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`.")
+            raise ValueError(
+                f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`."
+            )
         if args.dual_holdout is not None:
-            raise ValueError(f"`dual_holdout` is {args.dual_holdout}; leave it out: only a trainer can hold rows out.")
+            raise ValueError(
+                f"`dual_holdout` is {args.dual_holdout}; leave it out: only a trainer can hold rows out."
+            )
         if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
             remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
-            raise ValueError(f"`slack_restart` is True, but a loop does not tell when an epoch ends: {remedy}")
-        model, chances, has_others = unwrapped(model), [None], dist.is_available() and dist.is_initialized()
-        self._place = (dist.get_rank(), dist.get_world_size()) if has_others else (0, 1)  # rank, processes
+            raise ValueError(
+                f"`slack_restart` is True, but a loop does not tell when an epoch ends: {remedy}"
+            )
+        model, chances, has_others = (
+            unwrapped(model),
+            [None],
+            dist.is_available() and dist.is_initialized(),
+        )
+        self._place = (
+            (dist.get_rank(), dist.get_world_size()) if has_others else (0, 1)
+        )  # rank, processes
         device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn
             batches = iter(batches)
             inputs = send_to_device(next(batches, None), device)
             if not isinstance(inputs, Mapping):
-                raise ValueError(f"`batches` begins with {inputs!r}; give dicts for `model(**batch)`, with labels.")
+                raise ValueError(
+                    f"`batches` begins with {inputs!r}; give dicts for `model(**batch)`, with labels."
+                )
             task = TaskLoss.probe(model, inputs, loss_fn=layer_loss_fn, readout=readout)
-            settings = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
+            settings = {
+                "token_fraction": args.readout_token_fraction,
+                "same_tokens": args.compares_neighbours,
+            }
             settings |= {"readout": readout, "trains": True, "seed": seed}
             self.layers, predictor = layers_and_predictor(model, inputs, task, **settings)
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
-                chances = [predictor and chance_of_batches(task, predictor, chain([inputs], batches))]
+                chances = [
+                    predictor and chance_of_batches(task, predictor, chain([inputs], batches))
+                ]
         if self._place[1] > 1:
             dist.broadcast_object_list(chances)
         self.dual = DescentState(args, self.layers.num_layers, max_steps, 0, *chances, device)
         self.begin(0)
 
     @classmethod
-    def of(cls, layers: LayerLosses, dual: DescentState, place: tuple[int, int] = (0, 1)) -> "DescentObjective":
+    def of(
+        cls, layers: LayerLosses, dual: DescentState, place: tuple[int, int] = (0, 1)
+    ) -> "DescentObjective":
         """That of layers and a dual side which a trainer has found in its own way; `place` is the rank of this process
         and the number of those that train together."""
         objective = cls.__new__(cls)
@@ -113,7 +134,9 @@ class DescentObjective:
         """Begin optimizer step `step`, whose layer losses are added to `sums`."""
         self.global_step, self.sums = step, StepSums() if sums is None else sums
 
-    def read(self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False) -> StepLosses:
+    def read(
+        self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False
+    ) -> StepLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
         share = self.sums.share(self.layers.task.count(batch))
         items = share.new_ones(()) if self.sums.items is None else self.sums.items
@@ -123,7 +146,9 @@ class DescentObjective:
         self.sums.add(losses, share)
         return losses
 
-    def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
 
         With `items`, from `count`, the objectives of an optimizer step add up to that of all its rows: do not divide
@@ -131,7 +156,9 @@ class DescentObjective:
         way gradients are to be averaged over processes, as DDP does.
         """
         if not self.layers.readout.fits(unwrapped(model)):
-            raise ValueError("The objective was made for another model, or another head of it: make a new one.")
+            raise ValueError(
+                "The objective was made for another model, or another head of it: make a new one."
+            )
         count = self.layers.task.count(batch)
         self.sums = replace(self.sums, items=count if items is None else items)
         objective = self.read(model, batch).objective
@@ -139,7 +166,9 @@ class DescentObjective:
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
         """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""
-        return self._summed(sum(self.layers.task.count(batch).to(self.dual.device) for batch in batches))
+        return self._summed(
+            sum(self.layers.task.count(batch).to(self.dual.device) for batch in batches)
+        )
 
     def step(self, skipped: bool = False) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, unless that

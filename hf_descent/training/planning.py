@@ -19,7 +19,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32, fsdp2_prepare_model
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    convert_outputs_to_fp32,
+    fsdp2_prepare_model,
+)
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
@@ -43,7 +47,9 @@ REFUSAL = "cannot be planned (measure a few steps with `skip_memory_metrics: fal
 HEAD_WIDTH = 8  # of an attention head in the narrow copy
 _aten = torch.ops.aten
 # How many tensors the most frequent operations take, for whose results fake tensors need three times as long as torch.
-QUICK = {_aten.mm: 2} | dict.fromkeys((_aten._unsafe_view, _aten.detach, _aten.expand, _aten.t, _aten.view), 1)
+QUICK = {_aten.mm: 2} | dict.fromkeys(
+    (_aten._unsafe_view, _aten.detach, _aten.expand, _aten.t, _aten.view), 1
+)
 
 
 def _attention(formula, count, *args, **kwargs):
@@ -55,9 +61,13 @@ def _attention(formula, count, *args, **kwargs):
 # torch counts neither products that are added in place or of experts, nor attention on a CPU.
 OPERATIONS = flop_registry | {
     _aten.addmm_: flop_registry[_aten.addmm],
-    _aten._grouped_mm: lambda left, right, *_, **__: 2 * left.numel() * right.shape[-1],  # each row by one expert
+    _aten._grouped_mm: lambda left, right, *_, **__: (
+        2 * left.numel() * right.shape[-1]
+    ),  # each row by one expert
     _aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention, sdpa_flop_count, 3),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_attention, sdpa_backward_flop_count, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(
+        _attention, sdpa_backward_flop_count, 4
+    ),
 }
 
 
@@ -65,7 +75,9 @@ OPERATIONS = flop_registry | {
 class StepCost:
     """What one training step takes in one process."""
 
-    moments: list[Counter]  # bytes of each of `PARTS` at the peak of the passes, and at that of the optimizer's step
+    moments: list[
+        Counter
+    ]  # bytes of each of `PARTS` at the peak of the passes, and at that of the optimizer's step
     operations: Counter  # of floating-point numbers in matrix products, of "hidden states" and of the "readout"
 
     @property
@@ -79,7 +91,12 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.part, self.alive, self.peak, self.operations = "weights", Counter(), Counter(), Counter()
+        self.part, self.alive, self.peak, self.operations = (
+            "weights",
+            Counter(),
+            Counter(),
+            Counter(),
+        )
         self._held = {}  # id of a storage -> its part, the bytes counted, and a reference that tells when it is freed
         self._gathered = {}  # id of a storage -> a tensor that lives on when FSDP2 frees its memory
         for tensor in (*model.parameters(), *model.buffers()):
@@ -90,23 +107,35 @@ class Meter(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         given = args[: QUICK.get(func._overloadpacket, 0)]
-        if given and all(type(each) is fake_tensor.FakeTensor and each.constant is None for each in given):
+        if given and all(
+            type(each) is fake_tensor.FakeTensor and each.constant is None for each in given
+        ):
             with fake_tensor.in_kernel_invocation_manager(given[0].fake_mode):
                 out = func(*args, **kwargs)
             out = fake_tensor.FakeTensor(given[0].fake_mode, out, given[0].fake_device)
         elif func is _aten._grouped_mm.default:  # whose fake results torch has in bf16 alone
-            out = func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+            out = func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(
+                args[0].dtype
+            )
         else:
             out = func(*args, **kwargs)
         if count := OPERATIONS.get(func._overloadpacket):
             self.operations[self.part] += count(*args, **kwargs, out_val=out)
-        source = self._held.get(id(args[0].untyped_storage())) if func is _aten._to_copy.default else None
+        source = (
+            self._held.get(id(args[0].untyped_storage()))
+            if func is _aten._to_copy.default
+            else None
+        )
         for tensor in tensors(out):
-            is_copy = source is not None and source.part == "weights" and tensor.itemsize == 2  # as of autocast
+            is_copy = (
+                source is not None and source.part == "weights" and tensor.itemsize == 2
+            )  # as of autocast
             self.hold(tensor, "weights" if is_copy else None)
         if func.namespace == "fsdp":  # its operations write into tensors that they are given
             for tensor in tensors((args, kwargs)):
-                self.hold(tensor, "gradients" if func is torch.ops.fsdp.chunk_cat.default else "weights")
+                self.hold(
+                    tensor, "gradients" if func is torch.ops.fsdp.chunk_cat.default else "weights"
+                )
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self._gathered |= {id(each.untyped_storage()): each for each in kwargs["out"]}
         if self.alive.total() > self.peak.total():
@@ -123,10 +152,15 @@ class Meter(TorchDispatchMode):
             calls.append(layer)
             if len(calls) == stack.num_layers:  # later ones are repeated for the backward pass
                 self.part = "readout"
-                stack.hidden_state(output).register_hook(lambda grad: setattr(self, "part", "hidden states"))
+                stack.hidden_state(output).register_hook(
+                    lambda grad: setattr(self, "part", "hidden states")
+                )
 
         own = [layer.register_forward_hook(leave) for layer in stack.layers]
-        return own + [w.register_post_accumulate_grad_hook(lambda w: self.hold(w.grad, "gradients")) for w in trained]
+        return own + [
+            w.register_post_accumulate_grad_hook(lambda w: self.hold(w.grad, "gradients"))
+            for w in trained
+        ]
 
     def hold(self, tensor, part=None):
         """Count the memory that a tensor has now; where `part` is given for that part, also if another had it."""
@@ -161,20 +195,30 @@ class PlannedModel:
             self.model = build(copy.copy).train()
         is_stateful = getattr(self.model, "_is_stateful", False)
         if is_stateful and not hasattr(self.model.config.get_text_config(), "num_attention_heads"):
-            raise ValueError(f"{type(self.model).__name__} {REFUSAL}: a GPU has other code for what has no attention.")
+            raise ValueError(
+                f"{type(self.model).__name__} {REFUSAL}: a GPU has other code for what has no attention."
+            )
         with (
-            errors_explained(f"The plan looks for the layers in a narrow {type(self.model).__name__}, which failed:"),
-            mock.patch.object(task_loss, "PROBED_TOKENS", 8),  # enough; memory is counted below, on all
+            errors_explained(
+                f"The plan looks for the layers in a narrow {type(self.model).__name__}, which failed:"
+            ),
+            mock.patch.object(
+                task_loss, "PROBED_TOKENS", 8
+            ),  # enough; memory is counted below, on all
         ):
             twin = build(narrow)
             task = task_loss.TaskLoss.probe(twin, batch)
-            layers = find_layer_losses(twin, batch, task, token_statistics=token_statistics, trains=True)
+            layers = find_layer_losses(
+                twin, batch, task, token_statistics=token_statistics, trains=True
+            )
         self._short = task.short(batch)
         self._fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
             self.model.to_empty(device="cpu")
             inner_model(self.model).tie_weights()
-        counterparts = {id(module): self.model.get_submodule(name) for name, module in twin.named_modules()}
+        counterparts = {
+            id(module): self.model.get_submodule(name) for name, module in twin.named_modules()
+        }
         self.layers = copy.deepcopy(layers, counterparts)
 
     def probe(self) -> int:
@@ -182,9 +226,16 @@ class PlannedModel:
         try:
             with self._fake, Meter(self.model) as meter, probing(self.model):
                 meter.part = "probe"
-                self.layers.readout.read(self._short, output_loss, [1])  # one layer needs what another does
-        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
-            raise ValueError(f"{type(self.model).__name__} {REFUSAL}: it goes by values ({error}).") from error
+                self.layers.readout.read(
+                    self._short, output_loss, [1]
+                )  # one layer needs what another does
+        except (
+            fake_tensor.DataDependentOutputException,
+            fake_tensor.DynamicOutputShapeException,
+        ) as error:
+            raise ValueError(
+                f"{type(self.model).__name__} {REFUSAL}: it goes by values ({error})."
+            ) from error
         return meter.peak["probe"]
 
     @contextmanager
@@ -192,19 +243,35 @@ class PlannedModel:
         """A copy of this model as the first of `processes` has it under FSDP2: sharded by accelerate, as in training,
         for a process group that talks to nobody. ValueError where it cannot be, or a process group exists already."""
         if processes < 2 or dist.is_initialized():
-            raise ValueError("FSDP2 is planned for two processes or more, and where there is no process group yet.")
+            raise ValueError(
+                "FSDP2 is planned for two processes or more, and where there is no process group yet."
+            )
         memo = {id(each): each for each in (self._fake, self._short, *self.model.buffers())}
-        memo |= {id(w): nn.Parameter(torch.empty_like(w), w.requires_grad) for w in self.model.parameters()}
+        memo |= {
+            id(w): nn.Parameter(torch.empty_like(w), w.requires_grad)
+            for w in self.model.parameters()
+        }
         planned = copy.deepcopy(self, memo)
-        units = {"transformer_cls_names_to_wrap": {type(each).__name__ for each in self.layers.readout.stack.layers}}
+        units = {
+            "transformer_cls_names_to_wrap": {
+                type(each).__name__ for each in self.layers.readout.stack.layers
+            }
+        }
         policies = {"auto_wrap_policy": "transformer_based_wrap", "mixed_precision_policy": "bf16"}
         accelerator = mock.Mock(mixed_precision="bf16", is_main_process=False)
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policies, **units)
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, **policies, **units
+        )
         accelerator.parallelism_config.fsdp_dim_names = ("shard",)
-        with errors_explained("FSDP2 cannot be planned:"), mock.patch("sys.excepthook"):  # which torch replaces
+        with (
+            errors_explained("FSDP2 cannot be planned:"),
+            mock.patch("sys.excepthook"),
+        ):  # which torch replaces
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
             try:
-                accelerator.torch_device_mesh = dist.init_device_mesh("cpu", (processes,), mesh_dim_names=("shard",))
+                accelerator.torch_device_mesh = dist.init_device_mesh(
+                    "cpu", (processes,), mesh_dim_names=("shard",)
+                )
                 fsdp2_prepare_model(accelerator, planned.model)
                 yield planned
             finally:
@@ -231,14 +298,24 @@ class PlannedModel:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         forward = self.model.forward
         units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        if (args.bf16 or args.fp16) and not units:  # as accelerate wraps it; the backward pass is outside
+        if (
+            args.bf16 or args.fp16
+        ) and not units:  # as accelerate wraps it; the backward pass is outside
             autocast = torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16)
             forward = convert_outputs_to_fp32(autocast(forward))
-        find_labels = fake_tensor.unset_fake_temporarily()(head.labelled_tokens)  # which are no question of shapes
-        noise = EmbeddingNoise(self.model, args.noise_gamma, args.seed, 1.0) if args.gamma_train else nullcontext()
+        find_labels = fake_tensor.unset_fake_temporarily()(
+            head.labelled_tokens
+        )  # which are no question of shapes
+        noise = (
+            EmbeddingNoise(self.model, args.noise_gamma, args.seed, 1.0)
+            if args.gamma_train
+            else nullcontext()
+        )
         with (
             mock.patch.object(head, "labelled_tokens", find_labels),
-            mock.patch.multiple(tiles, TILE_ELEMENTS={}, SLICE_ELEMENTS={}),  # the defaults, which are a GPU's
+            mock.patch.multiple(
+                tiles, TILE_ELEMENTS={}, SLICE_ELEMENTS={}
+            ),  # the defaults, which are a GPU's
             mock.patch.object(self.model, "forward", forward),
             self._fake,
             Meter(self.model) as meter,
@@ -269,8 +346,13 @@ class PlannedModel:
             optimizer = optimizer_class(trained, **options)
             optimizer.step()
             optimizer.zero_grad()
-            passes["optimizer"] += meter.alive["optimizer"]  # its state is there from the second step on
-        operations = {part: count * args.gradient_accumulation_steps for part, count in meter.operations.items()}
+            passes["optimizer"] += meter.alive[
+                "optimizer"
+            ]  # its state is there from the second step on
+        operations = {
+            part: count * args.gradient_accumulation_steps
+            for part, count in meter.operations.items()
+        }
         return StepCost([passes, meter.peak], Counter(operations))
 
     def launched(self, cost: StepCost, processes: int) -> dict[str, StepCost]:
@@ -284,9 +366,14 @@ class PlannedModel:
         weights = list(self.model.parameters())
         trained = [weight for weight in weights if weight.requires_grad]
         masters, copies = size(trained, 4), size(weights, 2, parts=1)
-        layers = [size(layer.parameters(), 2, parts=1) for layer in self.layers.readout.stack.layers]
+        layers = [
+            size(layer.parameters(), 2, parts=1) for layer in self.layers.readout.stack.layers
+        ]
         # One layer is fetched while another computes; what belongs to none stays.
-        held = {"zero2": (copies, 0), "zero3": (size(weights, 2), copies - sum(layers) + 2 * max(layers))}
+        held = {
+            "zero2": (copies, 0),
+            "zero3": (size(weights, 2), copies - sum(layers) + 2 * max(layers)),
+        }
         found, share = {}, masters / sum(weight.nbytes for weight in trained)
         # They are bf16. The update flattens them and makes them float32, ZeRO-3 a billion of them at a time.
         passes, flat = share * cost.moments[0]["gradients"], masters / 2 + 1.5 * min(masters, 4e9)
@@ -294,7 +381,10 @@ class PlannedModel:
         for name, (kept, extra) in held.items():
             found[name] = StepCost([], cost.operations)
             for moment, others, whole in zip(cost.moments, (kept + extra, kept), gradients[name]):
-                shared = {"gradients": round(whole), "optimizer": round(share * moment["optimizer"])}
+                shared = {
+                    "gradients": round(whole),
+                    "optimizer": round(share * moment["optimizer"]),
+                }
                 found[name].moments.append(Counter(moment | shared | {"weights": masters + others}))
         return found
 
@@ -306,8 +396,14 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     heads = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or 1)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": HEAD_WIDTH}
     # Other sizes, such as a pooler's, are equal to the width of the hidden states.
-    alike = [name for name, value in vars(text).items() if type(value) is int and value == text.hidden_size]
-    sizes |= dict.fromkeys(["hidden_size", "intermediate_size", "moe_intermediate_size", *alike], HEAD_WIDTH * heads)
+    alike = [
+        name
+        for name, value in vars(text).items()
+        if type(value) is int and value == text.hidden_size
+    ]
+    sizes |= dict.fromkeys(
+        ["hidden_size", "intermediate_size", "moe_intermediate_size", *alike], HEAD_WIDTH * heads
+    )
     for name, size in sizes.items():
         with suppress(AttributeError, TypeError):  # what a config has not, leaves out, or computes
             setattr(text, name, min(size, getattr(text, name)))

@@ -46,7 +46,9 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     args = trainer.args
     if args.world_size > 1:
         # By way of the CPU, or every process would hold it on the first one's device.
-        inputs = send_to_device(broadcast_object_list([send_to_device(inputs, "cpu")])[0], args.device)
+        inputs = send_to_device(
+            broadcast_object_list([send_to_device(inputs, "cpu")])[0], args.device
+        )
     names = names_of_labels(inputs, trainer.label_names)
     counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
     if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
@@ -66,7 +68,9 @@ def make_ready_for_ddp(trainer: Trainer, readout: Callable | str | None) -> None
     # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every process
     # would train a model of its own.
     vars(trainer.model).pop("_is_accelerate_prepared", None)
-    reenters = (args.activation_checkpointing_kwargs or {}).get("use_reentrant")  # with which DDP could not look
+    reenters = (args.activation_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    )  # with which DDP could not look
     if readout is not None and args.ddp_find_unused_parameters is None and not reenters:
         # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
         trainer.accelerator.ddp_handler.find_unused_parameters = True
@@ -77,7 +81,10 @@ def find_task(
 ) -> TaskLoss:
     """The task loss of a trainer's unwrapped model, found out on a batch that all processes share."""
     given = {"loss_fn": trainer.compute_loss_func or trainer.label_smoother, "readout": readout}
-    given |= {"shifts_labels": trainer._loss_shifts_labels, "accepts_items": trainer.model_accepts_loss_kwargs}
+    given |= {
+        "shifts_labels": trainer._loss_shifts_labels,
+        "accepts_items": trainer.model_accepts_loss_kwargs,
+    }
     return TaskLoss.probe(model, inputs, label_names=trainer.label_names, **given)
 
 
@@ -86,18 +93,31 @@ def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> 
     if task.takes_items is None:
         task.takes_items = task.divides_by_items(shared_batch(inputs, trainer))
         if not task.takes_items:
-            logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
+            logger.info(
+                "The loss ignores `num_items_in_batch`: micro-batches are weighted by their items."
+            )
     return task.takes_items
 
 
 def find_layers(
-    trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], task: TaskLoss, readout: Callable | str | None
+    trainer: Trainer,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    task: TaskLoss,
+    readout: Callable | str | None,
 ) -> LayerLosses:
     """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read."""
     check_documents(model, inputs, trainer)
     args = trainer.args
-    sample = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
-    settings = {"readout": readout, "trains": trainer.is_in_train, "token_statistics": trainer.logs_tokens}
+    sample = {
+        "token_fraction": args.readout_token_fraction,
+        "same_tokens": args.compares_neighbours,
+    }
+    settings = {
+        "readout": readout,
+        "trains": trainer.is_in_train,
+        "token_statistics": trainer.logs_tokens,
+    }
     layers = find_layer_losses(model, inputs, task, **settings, **sample, seed=args.seed)
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     if compiler.backend != DynamoBackend.NO:
@@ -108,7 +128,11 @@ def find_layers(
 
 
 def make_dual(
-    trainer: Trainer, layers: LayerLosses, inputs: Mapping[str, Any], dual_dataset, checkpoint: str | None
+    trainer: Trainer,
+    layers: LayerLosses,
+    inputs: Mapping[str, Any],
+    dual_dataset,
+    checkpoint: str | None,
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on `dual_dataset`, held-out rows, or those of training."""
@@ -126,13 +150,22 @@ def make_dual(
     known = read_state(checkpoint)[1]["problem"] if saved else None
     known = known or RunFolder("" if trainer.is_in_train else loaded_from(trainer.model)).summary
     chance = known.get("chance_loss")
-    if chance is None and saved and args.initial_loss_bound == "auto":  # of version 0.1, which measured f_0 in warm-up
+    if (
+        chance is None and saved and args.initial_loss_bound == "auto"
+    ):  # of version 0.1, which measured f_0 in warm-up
         chance = known.get("initial_loss_bound")
-    constant, loader = None, trainer.callback_handler.eval_dataloader  # of a step of evaluation by itself `None`
+    constant, loader = (
+        None,
+        trainer.callback_handler.eval_dataloader,
+    )  # of a step of evaluation by itself `None`
     try:
         constant = find_predictor(task, inputs, outputs)
         if chance is None:
-            data = trainer.train_dataset if trainer.is_in_train or loader is None else getattr(loader, "dataset", None)
+            data = (
+                trainer.train_dataset
+                if trainer.is_in_train or loader is None
+                else getattr(loader, "dataset", None)
+            )
             chance = measure_chance(trainer, task, constant, data)
     except ValueError:
         is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
@@ -141,16 +174,24 @@ def make_dual(
     rows = None
     if trainer.is_in_train and args.objective == "descent":
         trained, rows = split(trainer.train_dataset, args)
-        if rows is not None and len(trainer.callback_handler.train_dataloader.dataset) > len(trained):
-            raise ValueError("`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead.")
+        if rows is not None and len(trainer.callback_handler.train_dataloader.dataset) > len(
+            trained
+        ):
+            raise ValueError(
+                "`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead."
+            )
         rows = rows if dual_dataset is None else shuffled(dual_dataset, args)
     held_out = None if rows is None else HeldOutRows(trainer, rows)
     start = 0 if saved else state.global_step
-    dual = DescentState(args, layers.num_layers, state.max_steps, start, chance, args.device, held_out, constant)
+    dual = DescentState(
+        args, layers.num_layers, state.max_steps, start, chance, args.device, held_out, constant
+    )
     if saved:
         dual.load(checkpoint)
     elif checkpoint is not None:
-        logger.warning(f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up.")
+        logger.warning(
+            f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up."
+        )
     elif not trainer.is_in_train:
         dual.take_saved_problem(known)
     return dual

@@ -28,14 +28,18 @@ def evaluation_sets(trainer: Trainer) -> dict[str, Any]:
 def reduced(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
     """The sum over processes."""
     args = trainer.args
-    return trainer.accelerator.reduce(tensor.to(args.device), "sum") if args.world_size > 1 else tensor
+    return (
+        trainer.accelerator.reduce(tensor.to(args.device), "sum") if args.world_size > 1 else tensor
+    )
 
 
 @dataclass
 class StepSums:
     """The sums of one optimizer step over its micro-batches, in this process."""
 
-    items: torch.Tensor | None = None  # of the step, over micro-batches and processes, where counted; a scalar
+    items: torch.Tensor | None = (
+        None  # of the step, over micro-batches and processes, where counted; a scalar
+    )
     # [layers + 1], this process's part of f_1..f_L, and the shares of what was read: over all processes they are 1 or,
     # where each micro-batch is a mean, the number of those with labels.
     read: torch.Tensor | None = None
@@ -56,11 +60,17 @@ class StepSums:
         self.micro_batches += 1
 
 
-def counted_step(trainer: Trainer, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]) -> StepSums:
+def counted_step(
+    trainer: Trainer, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
+) -> StepSums:
     """The sums of a step, of which the items of its micro-batches are known."""
     counts = [count for batch in batches if task and (count := task.count(batch)) is not None]
-    items = reduced(trainer, sum(count.to(trainer.args.device) for count in counts)) if counts else None
-    is_whole = len(batches) == trainer.args.world_size == 1 and items is not None and not task.takes_items
+    items = (
+        reduced(trainer, sum(count.to(trainer.args.device) for count in counts)) if counts else None
+    )
+    is_whole = (
+        len(batches) == trainer.args.world_size == 1 and items is not None and not task.takes_items
+    )
     return StepSums(items, is_whole=is_whole)
 
 
@@ -76,14 +86,24 @@ class LayerTotals:
     def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
         """The sums and the number, or zeros: in float32, all that some devices have, sums of equal losses drift."""
         dtype = torch.float64 if torch.device(device).type in ("cpu", "cuda") else torch.float32
-        return torch.zeros(BLOCKS, num_layers + 1, dtype=dtype, device=device) if self.sums is None else self.sums
+        return (
+            torch.zeros(BLOCKS, num_layers + 1, dtype=dtype, device=device)
+            if self.sums is None
+            else self.sums
+        )
 
-    def plus(self, measured: MeasuredLosses, process_index=0, num_processes=1, labels=None) -> "LayerTotals":
+    def plus(
+        self, measured: MeasuredLosses, process_index=0, num_processes=1, labels=None
+    ) -> "LayerTotals":
         """These, with a batch more."""
-        sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])  # [layers + 1]
+        sums = torch.cat(
+            [measured.means * measured.items, measured.items.to(measured.means)[None]]
+        )  # [layers + 1]
         blocks = self.over(len(measured.means), sums.device).clone()
         blocks[(self.batches * num_processes + process_index) % BLOCKS] += sums
-        return LayerTotals(blocks, self.batches + 1, labels if labels is None else labels.plus(self.labels))
+        return LayerTotals(
+            blocks, self.batches + 1, labels if labels is None else labels.plus(self.labels)
+        )
 
 
 @dataclass
@@ -95,17 +115,27 @@ class RunRecord:
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
     certificate: Certificate | None = None  # of the last `evaluate`
     by_strategy: bool = False  # whether the present evaluation is one that `eval_strategy` asks for
-    also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
+    also_selected: bool = (
+        False  # whether the data of the present evaluation is that of evaluations in training
+    )
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]
     evaluated: dict[str, list[int]] = field(default_factory=dict)
-    certificates: dict[int, Certificate] = field(default_factory=dict)  # of the last step and of the best one so far
-    measured: dict[str, Result] = field(default_factory=dict)  # last, beside `certificate`, by the names of the files
+    certificates: dict[int, Certificate] = field(
+        default_factory=dict
+    )  # of the last step and of the best one so far
+    measured: dict[str, Result] = field(
+        default_factory=dict
+    )  # last, beside `certificate`, by the names of the files
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
-    def keep_certificate(self, certificate: Certificate | None, step: int, best_step: int | None) -> None:
+    def keep_certificate(
+        self, certificate: Certificate | None, step: int, best_step: int | None
+    ) -> None:
         """Keep an evaluation's `certificate`, where it has one, for `step`, and beside it the best model's alone."""
         if certificate is not None:
-            kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
+            kept = (
+                {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
+            )
             self.certificate, self.certificates = certificate, kept | {step: certificate}
         self.also_selected = False  # what comes next may come by neither `evaluate` nor `predict`
 

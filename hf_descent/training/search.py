@@ -15,7 +15,11 @@ from ..constraints.problem import as_python
 
 
 # Setting -> least and greatest value; all are searched on a logarithmic scale.
-RANGES = {"learning_rate": (1e-5, 1e-3), "descent_strength": (0.25, 1.0), "dual_learning_rate": (5e-3, 1e-1)}
+RANGES = {
+    "learning_rate": (1e-5, 1e-3),
+    "descent_strength": (0.25, 1.0),
+    "dual_learning_rate": (5e-3, 1e-1),
+}
 
 
 def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, Any]:
@@ -38,10 +42,16 @@ def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, A
     return space
 
 
-def default_objective(objective: str, eval_dataset, direction: str | None) -> tuple[Callable[..., float], str]:
+def default_objective(
+    objective: str, eval_dataset, direction: str | None
+) -> tuple[Callable[..., float], str]:
     """The metric and the direction of a search where none are given: under constraints `eval_feasible_score`, else
     the task loss. ValueError where the `direction` is another, or several evaluation sets have one each."""
-    metric, best = ("eval_loss", "minimize") if objective in UNCONSTRAINED else ("eval_feasible_score", "maximize")
+    metric, best = (
+        ("eval_loss", "minimize")
+        if objective in UNCONSTRAINED
+        else ("eval_feasible_score", "maximize")
+    )
     if direction not in (None, best) or isinstance(eval_dataset, dict):
         raise ValueError(
             f"`direction` is {direction!r} but the default objective is `{metric}` of one `eval_dataset`, to {best}; "

@@ -20,7 +20,11 @@ from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising
 
 
-NOISE = {"bert": {"noise_gamma": 1.0, "noise_sigma": 0.02}, "ut": {"noise_gamma": 0.15}, "dust": {"noise_gamma": 0.15}}
+NOISE = {
+    "bert": {"noise_gamma": 1.0, "noise_sigma": 0.02},
+    "ut": {"noise_gamma": 0.15},
+    "dust": {"noise_gamma": 0.15},
+}
 OBJECTIVES = ("erm", "descent", "deep_supervision", "hinge", "quadratic", "fixed")
 ARMS = {
     "stock Trainer": None,
@@ -36,7 +40,10 @@ def model_and_data(options):
     """A new model, and rows for a run's steps."""
     count = max(400, options.batch * options.steps)  # half of them are enough to be held out
     if options.model != "bert":
-        classes = {"ut": (UTForVideoDenoising, UTConfig), "dust": (DustForVideoDenoising, DustConfig)}
+        classes = {
+            "ut": (UTForVideoDenoising, UTConfig),
+            "dust": (DustForVideoDenoising, DustConfig),
+        }
         model_class, config_class = classes[options.model]
         clips = torch.rand(count, 10, 256)  # [clips, frames, pixels]
         return model_class(config_class(num_hidden_layers=options.layers)), [
@@ -48,7 +55,10 @@ def model_and_data(options):
     )  # fmt: skip
     mask = torch.ones(options.length, dtype=torch.long)
     ids = torch.randint(5, options.vocab, (count, options.length))
-    rows = [{"input_ids": row, "attention_mask": mask, "labels": index % 2} for index, row in enumerate(ids)]
+    rows = [
+        {"input_ids": row, "attention_mask": mask, "labels": index % 2}
+        for index, row in enumerate(ids)
+    ]
     return BertForSequenceClassification(config), rows
 
 
@@ -63,13 +73,19 @@ def measure(options):
         "descent_alpha": 0.05, "initial_loss_bound": 0.7, "dual_warmup_steps": 0, "negative_weights": "keep",
         "fixed_multipliers": [1.0] * options.layers,
     }  # fmt: skip
-    names = options.arms if all("noise" in name for name in options.arms) else ["stock Trainer", *options.arms]
+    names = (
+        options.arms
+        if all("noise" in name for name in options.arms)
+        else ["stock Trainer", *options.arms]
+    )
     arms = {}
     for name in dict.fromkeys(names):
         torch.manual_seed(0)
         (model, data), clock = model_and_data(options), Clock()
         if ARMS[name] is None:
-            trainer = Trainer(model, TrainingArguments(**settings), train_dataset=data, callbacks=[clock])
+            trainer = Trainer(
+                model, TrainingArguments(**settings), train_dataset=data, callbacks=[clock]
+            )
         else:
             noise = NOISE[options.model] if "noise" in name else {}
             args = DescentConfig(**settings, **problem, **ARMS[name], **noise)
@@ -77,7 +93,9 @@ def measure(options):
 
         def step(trainer=trainer, clock=clock):
             trainer.train()
-            first, *others = [times[options.processor_time] for times in clock.steps[-options.steps :]]
+            first, *others = [
+                times[options.processor_time] for times in clock.steps[-options.steps :]
+            ]
             return statistics.fmean(others), first - statistics.median(others)
 
         arms[name] = step
@@ -93,8 +111,12 @@ def measure(options):
 def main():
     command = parser(__doc__, layers=12, hidden=384, batch=16, length=128, steps=4, vocab=1000)
     command.add_argument("--model", choices=NOISE, default="bert")
-    command.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
-    command.add_argument("--processor_time", action="store_true", help="instead of the clock's, on a busy machine")
+    command.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS)
+    )
+    command.add_argument(
+        "--processor_time", action="store_true", help="instead of the clock's, on a busy machine"
+    )
     options = command.parse_args()
     torch.set_num_threads(options.threads)
     seconds, starts = measure(options)

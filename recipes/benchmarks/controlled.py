@@ -32,7 +32,9 @@ from hf_descent.loading import load_tokenizer
 
 
 TEXTS = ("imdb", "rt_polarity")  # reported on the other one, too
-RATES = dict.fromkeys(TEXTS, 1e-4) | dict.fromkeys(("photos", "video", "dust", "vit"), 1e-3)  # a search begins there
+RATES = dict.fromkeys(TEXTS, 1e-4) | dict.fromkeys(
+    ("photos", "video", "dust", "vit"), 1e-3
+)  # a search begins there
 MOST_RATES = 8
 GAMMAS = dict.fromkeys(RATES, demo.GAMMAS) | dict.fromkeys(TEXTS, (0.0, 0.5, 1.0, 1.5, 2.0))
 WINDOW = 8  # side of the patches of video, in pixels
@@ -44,7 +46,9 @@ def arms(task: str) -> dict[str, dict]:
     layers = 6 if task in TEXTS else demo.NUM_LAYERS
     exits = dict.fromkeys(range(1, layers), 1.0)  # rows that name each layer below the last
     rising = [layer / layers for layer in range(1, layers)]
-    known = {"initial_loss_bound": 1.0} if task not in TEXTS else {}  # of a denoiser: the noisy input's own loss
+    known = (
+        {"initial_loss_bound": 1.0} if task not in TEXTS else {}
+    )  # of a denoiser: the noisy input's own loss
     steps = {"objective": "descent", "descent_alpha": 0.3, **known}
     weighted = {"objective": "fixed", "exit_targets": exits, "dual_warmup_steps": 0.0}
     stopping = {"load_best_model_at_end": True, "save_total_limit": 1}
@@ -72,7 +76,15 @@ def arms(task: str) -> dict[str, dict]:
     if task in TEXTS:
         # The paper's form and, of its DistilBERT, f_0; a strong alpha, which asks for 0.40 of the last layer.
         form = {"negative_weights": "keep", "normalize_violations": False, "resilience": 0.05}
-        return {**found, "paper": {"objective": "descent", "descent_alpha": 0.15, "initial_loss_bound": 1.07, **form}}
+        return {
+            **found,
+            "paper": {
+                "objective": "descent",
+                "descent_alpha": 0.15,
+                "initial_loss_bound": 1.07,
+                **form,
+            },
+        }
     found["paper"] = {"objective": "descent", **demo.PROBLEM}
     for name in ("keep", "clip", "detach"):
         found[f"alpha 0.3, {name}"] = {**steps, "negative_weights": name}
@@ -98,7 +110,9 @@ class RisingWeights(TrainerCallback):
 # ---- tasks: training rows, rows to select on, rows to report by name ----
 
 
-def photos(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def photos(
+    options: argparse.Namespace,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     train, select = photo_pans(4608).split([4096, 512])
     return train, select, {"test": photo_pans(512, held_out=True)}
 
@@ -108,19 +122,30 @@ def windows(path: str, whole: bool) -> torch.Tensor:
     """Windows of 8 x 8 pixels, `[windows, T, 64]`, or `whole` frames, `[frames, 1, 80, 80]`, in the order of time."""
     arguments = VideoArguments(train_files=[path], split_by="time", split_gap=0, frame_size=80)
     clips = load_clips(arguments)
-    frames = torch.cat([torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")])
+    frames = torch.cat(
+        [torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")]
+    )
     if whole:
         return frames.flatten(0, 1)[:, None] / 255
-    cut = frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255  # [clips, T, 10, 10, 8, 8]
+    cut = (
+        frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255
+    )  # [clips, T, 10, 10, 8, 8]
     return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)
 
 
-def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def video(
+    options: argparse.Namespace,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The beginning of the first video to train on, then its later parts, and the second video."""
 
     first, second = (windows(path, options.task == "vit") for path in options.videos)
     border, seed = len(first) // 10, torch.Generator().manual_seed(0)
-    parts = [first[: 6 * border], first[7 * border : 8 * border], first[9 * border :], second]  # gaps lie between
+    parts = [
+        first[: 6 * border],
+        first[7 * border : 8 * border],
+        first[9 * border :],
+        second,
+    ]  # gaps lie between
     train, select, test, other = (part[torch.randperm(len(part), generator=seed)] for part in parts)
     return train[:4096], select[:512], {"test": test[:512], "another video": other[:512]}
 
@@ -128,8 +153,14 @@ def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict
 def blur(row: dict, level: float, generator: np.random.Generator) -> dict:
     """Each frame, or window of one, under a Gaussian of `level` pixels."""
     pixels = row["pixel_values"]
-    frames = pixels.reshape(len(pixels), *(pixels.shape[1:] if pixels.dim() == 3 else (WINDOW, WINDOW))).numpy()
-    return row | {"pixel_values": torch.from_numpy(gaussian_filter(frames, (0, level, level))).reshape(pixels.shape)}
+    frames = pixels.reshape(
+        len(pixels), *(pixels.shape[1:] if pixels.dim() == 3 else (WINDOW, WINDOW))
+    ).numpy()
+    return row | {
+        "pixel_values": torch.from_numpy(gaussian_filter(frames, (0, level, level))).reshape(
+            pixels.shape
+        )
+    }
 
 
 def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
@@ -140,15 +171,28 @@ def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float,
     sizes = {"hidden_size": WINDOW**2, "num_hidden_layers": demo.NUM_LAYERS}
     scale = {"loss_scale": model.config.loss_scale}
     if task == "dust":
-        model = models.DustForVideoDenoising(models.DustConfig(**sizes, **scale, dictionary_size=2 * WINDOW**2))
+        model = models.DustForVideoDenoising(
+            models.DustConfig(**sizes, **scale, dictionary_size=2 * WINDOW**2)
+        )
     elif task == "vit":
         sizes |= {"intermediate_size": 2 * WINDOW**2, "num_attention_heads": 4, "num_channels": 1}
         encoder = ViTConfig(**sizes, image_size=train.shape[-1], patch_size=WINDOW)
         model = models.ViTForDenoising(models.ViTDenoiserConfig(encoder_config=encoder, **scale))
-    shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "max_steps": steps, "seed": seed}
-    added = torch.randn(select.shape, generator=torch.Generator().manual_seed(0)) * demo.GAMMA_TRAIN * train.std()
+    shared = {
+        "learning_rate": rate,
+        "per_device_train_batch_size": 32,
+        "max_steps": steps,
+        "seed": seed,
+    }
+    added = (
+        torch.randn(select.shape, generator=torch.Generator().manual_seed(0))
+        * demo.GAMMA_TRAIN
+        * train.std()
+    )
     noisy = [{"pixel_values": clip, "labels": clean} for clip, clean in zip(select + added, select)]
-    trainer, seconds = fit(model, demo.rows_of(train), {**shared, **config, **settings}, eval_dataset=noisy)
+    trainer, seconds = fit(
+        model, demo.rows_of(train), {**shared, **config, **settings}, eval_dataset=noisy
+    )
     measure = {"metric": "rmse", "scale": 255, "batch_size": 64}
     layers = partial(trainer.evaluate_layers, gamma=demo.GAMMA_TRAIN, problem=None, **measure)
     curve = partial(trainer.evaluate_robustness, **measure)
@@ -164,26 +208,46 @@ def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float,
     return found
 
 
-def classify(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
+def classify(
+    task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int
+) -> dict:
     """MiniLM on all training rows but 1,000 to select on; reported on up to 4,000 test rows of both sets."""
     tokenizer = load_tokenizer(options.minilm)
     read = partial(load_dataset, "parquet", split="train")
     own, other = (getattr(options, name) for name in sorted(TEXTS, key=task.__ne__))
     rows = read(data_files=f"{own}/train.parquet").shuffle(seed=0)
     files = {"test": own, "rt-polarity" if task == "imdb" else "imdb": other}
-    tests = {name: read(data_files=f"{folder}/test.parquet").shuffle(seed=0) for name, folder in files.items()}
+    tests = {
+        name: read(data_files=f"{folder}/test.parquet").shuffle(seed=0)
+        for name, folder in files.items()
+    }
     tests = {name: data.select(range(min(4000, len(data)))) for name, data in tests.items()}
-    texts = {name: data.select_columns(["text", "label"]) for name, data in {"rows": rows, **tests}.items()}
-    tokens = {name: tokenize(DatasetDict(train=data), tokenizer, 64)["train"] for name, data in texts.items()}
-    train, select = tokens["rows"].select(range(1000, len(rows))), tokens["rows"].select(range(1000))
+    texts = {
+        name: data.select_columns(["text", "label"])
+        for name, data in {"rows": rows, **tests}.items()
+    }
+    tokens = {
+        name: tokenize(DatasetDict(train=data), tokenizer, 64)["train"]
+        for name, data in texts.items()
+    }
+    train, select = (
+        tokens["rows"].select(range(1000, len(rows))),
+        tokens["rows"].select(range(1000)),
+    )
     set_seed(seed)
-    model = models.LinearReadoutForSequenceClassification.from_encoder(options.minilm, "mean", num_labels=2)
+    model = models.LinearReadoutForSequenceClassification.from_encoder(
+        options.minilm, "mean", num_labels=2
+    )
     schedule = {"lr_scheduler_type": "linear", "warmup_steps": 0.06, "noise_gamma": 1.0}
     if options.smoke:
         train, select = train.select(range(256)), select.select(range(64))
         tokens = {name: data.select(range(64)) for name, data in tokens.items()}
         texts = {name: data.select(range(64)) for name, data in texts.items()}
-    shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "num_train_epochs": options.epochs}
+    shared = {
+        "learning_rate": rate,
+        "per_device_train_batch_size": 32,
+        "num_train_epochs": options.epochs,
+    }
     settings = {**shared, **schedule, "seed": seed, **settings}
     trainer, seconds = fit(model, train, settings, eval_dataset=select, processing_class=tokenizer)
     layers = partial(trainer.evaluate_layers, problem=None, metric="accuracy", batch_size=64)
@@ -191,9 +255,15 @@ def classify(task: str, options: argparse.Namespace, settings: dict, rate: float
     for name in tests:
         profile = layers(tokens[name])
         found[name] = {"losses": profile.losses.tolist(), "accuracy": profile.values.tolist()}
-    first, curve = range(min(1000, len(tokens["test"]))), partial(trainer.evaluate_robustness, metric="accuracy")
+    first, curve = (
+        range(min(1000, len(tokens["test"]))),
+        partial(trainer.evaluate_robustness, metric="accuracy"),
+    )
     found["test"]["noise"] = curve(tokens["test"].select(first), GAMMAS[task]).mean.tolist()
-    typing, rows = Typos(tokenizer, 64), texts["test"].rename_column("label", "labels").select(first)
+    typing, rows = (
+        Typos(tokenizer, 64),
+        texts["test"].rename_column("label", "labels").select(first),
+    )
     found["test"]["typos"] = curve(rows, [0.1], perturbation=typing).mean.tolist()
     return found
 
@@ -228,14 +298,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--videos", nargs=2, help="to train on, and another")
     for name in ("minilm", *TEXTS):
         parser.add_argument(f"--{name}", help="folder")
-    parser.add_argument("--output", default=str(RESULTS), help="finished runs; read and appended to")
+    parser.add_argument(
+        "--output", default=str(RESULTS), help="finished runs; read and appended to"
+    )
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it works")
     options = parser.parse_args(argv)
-    needed = ["minilm", *TEXTS] if options.task in TEXTS else ["videos"] * (options.task != "photos")
+    needed = (
+        ["minilm", *TEXTS] if options.task in TEXTS else ["videos"] * (options.task != "photos")
+    )
     if not all(getattr(options, name) for name in needed):
         parser.error(f"{options.task} needs --{' and --'.join(needed)}.")
     if unknown := {*(options.arms or [])} - arms(options.task).keys():
-        parser.error(f"There is no arm {unknown.pop()!r}: the arms are {', '.join(arms(options.task))}.")
+        parser.error(
+            f"There is no arm {unknown.pop()!r}: the arms are {', '.join(arms(options.task))}."
+        )
     return options
 
 
@@ -250,7 +326,10 @@ def main(argv: list[str] | None = None) -> None:
         key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
         key |= {"epochs": options.epochs} if options.task in TEXTS else {}
         found = finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed))
-        print(f"{arm}, {rate:g}, seed {seed}: {[round(loss, 4) for loss in found['select']]}", flush=True)
+        print(
+            f"{arm}, {rate:g}, seed {seed}: {[round(loss, 4) for loss in found['select']]}",
+            flush=True,
+        )
         return found
 
     for arm in options.arms or chosen:

@@ -32,33 +32,53 @@ def measure(options):
     model, tokenizer = load_model(options.model).to(best_device()), load_tokenizer(options.model)
     files = {name: getattr(options, name) for name in ("train_file", "validation_file")}
     data = load_alpaca(AlpacaArguments(**files), tokenizer)
-    rows = [completion_labels(row, tokenizer) for row in data["train"].select(range(min(4000, len(data["train"]))))]
+    rows = [
+        completion_labels(row, tokenizer)
+        for row in data["train"].select(range(min(4000, len(data["train"]))))
+    ]
     counts = Counter(token for row in rows for token in row["labels"] if token >= 0)
     frequent = [token for token, _ in counts.most_common(options.shortlist)]
     asked = [completion_labels(row, tokenizer) for row in data["validation"]]
     certified = [row for row in asked if max(row["labels"]) >= 0][: options.certify]
-    prompts = [row["input_ids"][: sum(label < 0 for label in row["labels"])] for row in asked[: options.prompts]]
+    prompts = [
+        row["input_ids"][: sum(label < 0 for label in row["labels"])]
+        for row in asked[: options.prompts]
+    ]
     arms = {"plain": {}}
     for layer in options.layers:
         arms |= {f"{layer} layers": {"custom_generate": draft_with(layer)}}
         arms |= {f"{layer} layers, shortlist": {"custom_generate": draft_with(layer, frequent)}}
-    settings = {"do_sample": False, "max_new_tokens": options.new_tokens, "pad_token_id": tokenizer.pad_token_id}
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": options.new_tokens,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     processor, wall, equal, texts = ({name: [] for name in arms} for _ in range(4))
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
         for name, given in arms.items():
             start = time.process_time(), time.perf_counter()
-            text = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **given)[0].tolist()
+            text = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **given)[
+                0
+            ].tolist()
             processor[name].append(time.process_time() - start[0])
             wall[name].append(time.perf_counter() - start[1])
             texts[name].append(text[len(prompt) :])
             equal[name].append(text == prompt + texts["plain"][-1])
     written = [
-        {"input_ids": p + t, "labels": [IGNORE_INDEX] * len(p) + t} for p, t in zip(prompts, texts["plain"]) if t
+        {"input_ids": p + t, "labels": [IGNORE_INDEX] * len(p) + t}
+        for p, t in zip(prompts, texts["plain"])
+        if t
     ]
     acceptance = layer_profile(model, written, batch_size=1).values.tolist()
     tokens = sum(map(len, texts["plain"]))
-    found = {"processor": processor, "wall": wall, "equal": equal, "acceptance": acceptance, "tokens": tokens}
+    found = {
+        "processor": processor,
+        "wall": wall,
+        "equal": equal,
+        "acceptance": acceptance,
+        "tokens": tokens,
+    }
     if certified:
         profile = layer_profile(model, certified, batch_size=1)
         found |= {"losses": profile.losses.tolist(), "accuracy": profile.values.tolist()}
@@ -70,7 +90,9 @@ def least_eps(profile, layer):
     """The least eps for which f_layer <= (1 + eps) f_L is certified; infinite where the layer is not below chance."""
 
     def is_met(step):
-        problem = DescentProblem(None, profile.chance, len(profile.losses), exit_targets={layer: step / 10**4})
+        problem = DescentProblem(
+            None, profile.chance, len(profile.losses), exit_targets={layer: step / 10**4}
+        )
         return replace(profile, problem=problem.state_dict()).feasible
 
     step = bisect_left(range(10**6), True, key=is_met)
@@ -92,16 +114,24 @@ def show(found):
     for name in [each for each in ("losses", "accuracy") if each in found]:
         print(f"{name} by layer:", " ".join(f"{value:.4g}" for value in found[name]))
     for layer, eps in found.get("least_eps", {}).items():
-        certified = f"f_{layer} <= {1 + eps:.4g} f_L is" if math.isfinite(eps) else f"Nothing of layer {layer} is"
+        certified = (
+            f"f_{layer} <= {1 + eps:.4g} f_L is"
+            if math.isfinite(eps)
+            else f"Nothing of layer {layer} is"
+        )
         print(f"{certified} certified")
 
 
 def main():
     command = parser(__doc__, shortlist=8000, prompts=64, new_tokens=128, certify=0)
     command.add_argument("model", help="folder or name on the Hub")
-    command.add_argument("--train_file", required=True, help="instructions whose completions are counted")
+    command.add_argument(
+        "--train_file", required=True, help="instructions whose completions are counted"
+    )
     command.add_argument("--validation_file", required=True, help="instructions to answer")
-    command.add_argument("--layers", type=int, nargs="+", required=True, help="that draft, one arm each")
+    command.add_argument(
+        "--layers", type=int, nargs="+", required=True, help="that draft, one arm each"
+    )
     options = command.parse_args()
     torch.set_num_threads(options.threads)
     found = measure(options)

@@ -19,7 +19,10 @@ from hf_descent import DescentConfig, DescentTrainer, noise_curve
 
 
 GAMMAS = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0]
-MODELS = {"bert": transformers.AutoModelForSequenceClassification, "llama": transformers.AutoModelForCausalLM}
+MODELS = {
+    "bert": transformers.AutoModelForSequenceClassification,
+    "llama": transformers.AutoModelForCausalLM,
+}
 
 
 def measure(options):
@@ -30,17 +33,28 @@ def measure(options):
         num_hidden_layers=options.layers, num_attention_heads=options.hidden // 32,
     )  # fmt: skip
     model = MODELS[options.model].from_config(config)
-    ids, mask = torch.randint(5, options.vocab, (options.samples, options.length)), torch.ones(options.length).long()
+    ids, mask = (
+        torch.randint(5, options.vocab, (options.samples, options.length)),
+        torch.ones(options.length).long(),
+    )
     data = [
-        {"input_ids": row, "attention_mask": mask, "labels": row if options.model == "llama" else index % 2}
+        {
+            "input_ids": row,
+            "attention_mask": mask,
+            "labels": row if options.model == "llama" else index % 2,
+        }
         for index, row in enumerate(ids)
     ]
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_eval_batch_size": options.batch, "report_to": "none",
         "disable_tqdm": True, "prediction_loss_only": True,
     }  # fmt: skip
-    plain = transformers.Trainer(model, transformers.TrainingArguments(**settings), eval_dataset=data)
-    ours = DescentTrainer(model, DescentConfig(**settings, initial_loss_bound=10.0), eval_dataset=data)
+    plain = transformers.Trainer(
+        model, transformers.TrainingArguments(**settings), eval_dataset=data
+    )
+    ours = DescentTrainer(
+        model, DescentConfig(**settings, initial_loss_bound=10.0), eval_dataset=data
+    )
     erm = DescentTrainer(model, DescentConfig(**settings, objective="erm"), eval_dataset=data)
     clock = time.process_time if plain.model.device.type == "cpu" else time.perf_counter
 
@@ -50,7 +64,10 @@ def measure(options):
         return (clock() - start) / evaluations
 
     curve = partial(noise_curve, model, data, GAMMAS, draws=3, batch_size=options.batch)
-    arms = {"plain evaluation": partial(seconds, plain.evaluate), "all layers": partial(seconds, ours.evaluate)}
+    arms = {
+        "plain evaluation": partial(seconds, plain.evaluate),
+        "all layers": partial(seconds, ours.evaluate),
+    }
     arms["all layers, by eval_strategy"] = partial(seconds, partial(ours._evaluate, None, None))
     arms["all layers, beside plain training"] = partial(seconds, erm.evaluate)
     arms["noise curve, an evaluation"] = partial(seconds, curve, 27)

@@ -53,20 +53,50 @@ TESTS = (
     "tests/test_trainer.py::test_compiled_layers_train_as_plain_ones_and_resume",
 )
 MINUTES = 8.0
-LORA = {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
+LORA = {
+    "layers": 32,
+    "hidden": 4096,
+    "intermediate": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab": 128256,
+}
 LORA |= {"batch": 1, "length": 2048, "steps": 10, "rounds": 2, "bf16": True, "lora": True}
 CHECKPOINTED = LORA | {"batch": 2, "steps": 6, "checkpointing": True}
 COMPILED = LORA | {"layers": 4}  # the stock Trainer compiles all layers as one
 BERT = {"model": "bert", "layers": 12, "hidden": 768, "batch": 32, "length": 128, "vocab": 30522}
 REPLAYED = BERT | {"steps": 6, "rounds": 20, "arms": ["descent"]}
-UT = {"model": "ut", "layers": 7, "batch": 64, "steps": 6, "rounds": 20, "arms": ["erm+noise", "descent+noise"]}
+UT = {
+    "model": "ut",
+    "layers": 7,
+    "batch": 64,
+    "steps": 6,
+    "rounds": 20,
+    "arms": ["erm+noise", "descent+noise"],
+}
 EVALUATED = BERT | {"samples": 128, "rounds": 2}
 EVALUATED_LM = EVALUATED | {"model": "llama", "vocab": 8192, "samples": 64}
 DRAFTING = {"shortlist": 8000, "prompts": 4, "new_tokens": 64, "certify": 0}
 REST = {"classes": 0, "model": None, "text_file": None, "compiler": "inductor"}
 REST |= dict.fromkeys(("bf16", "lora", "checkpointing", "processor_time"), False) | {"output": None}
-TOY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 2, "vocab": 300, "compiler": "aot_eager"}
-TOY |= {"batch": 2, "length": 16, "steps": 4, "samples": 4, "rounds": 1, "prompts": 2, "new_tokens": 4}
+TOY = {
+    "layers": 2,
+    "hidden": 32,
+    "intermediate": 64,
+    "heads": 2,
+    "kv_heads": 2,
+    "vocab": 300,
+    "compiler": "aot_eager",
+}
+TOY |= {
+    "batch": 2,
+    "length": 16,
+    "steps": 4,
+    "samples": 4,
+    "rounds": 1,
+    "prompts": 2,
+    "new_tokens": 4,
+}
 TIMES = {"subsampled": 1.2, "exact": 3.2}  # a step of ERM
 MEMORY, START, PLAN = 1.02, 3.0, 0.1  # times the peak of ERM; steps; part of the measured peak
 SHARE = 0.7  # of the measured rate of matrix products, in the exact step
@@ -82,7 +112,11 @@ def tests(chosen):
     """Outcomes of the tests that can follow the device; by name where one fails, or time runs out in it."""
     words = f"-m pytest -v -n {min(6, os.cpu_count())} --disable-warnings".split()
     command = [sys.executable, *words, "-m", "", "-k", chosen, *TESTS]
-    asked = {"TESTS_ON_DEVICE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "COLUMNS": "999"}  # reasons in full
+    asked = {
+        "TESTS_ON_DEVICE": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "COLUMNS": "999",
+    }  # reasons in full
     with tempfile.TemporaryFile("w+") as log:
         with suppress(TimeoutError):
             subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | asked)
@@ -90,11 +124,18 @@ def tests(chosen):
         text = log.read()
     reasons = dict(re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.*)$", text, re.M))
     found = dict.fromkeys(re.findall(r"^tests/\S+?::(.+?) *$", text, re.M), "did not end")
-    found |= {name: said.lower() for said, name in re.findall(r"%\] ([A-Z]+) tests/\S+?::(.+?) *$", text, re.M)}
+    found |= {
+        name: said.lower()
+        for said, name in re.findall(r"%\] ([A-Z]+) tests/\S+?::(.+?) *$", text, re.M)
+    }
     fail = {name for name, label in found.items() if label not in ("passed", "skipped")}
     outcomes = Counter()
     for name, label in found.items():
-        outcomes[f"{name} {label}: {reasons.get(name)}" if name in fail else f"{name.partition('[')[0]} {label}"] += 1
+        outcomes[
+            f"{name} {label}: {reasons.get(name)}"
+            if name in fail
+            else f"{name.partition('[')[0]} {label}"
+        ] += 1
     if not outcomes:
         raise RuntimeError(f"No test ran: {text[-2000:]}")
     print(*(f"{count:4} {said}" for said, count in outcomes.items()), sep="\n")
@@ -122,33 +163,53 @@ def attempt(name, options):
 def planned_peaks(options):
     """Bytes of each arm by `hf-descent plan`."""
     ids = torch.arange(options.batch * options.length).view(options.batch, -1) % 7
-    batch, args = {"input_ids": ids, "labels": ids}, {name: lm_step.arguments(name, options) for name in TIMES}
+    batch, args = (
+        {"input_ids": ids, "labels": ids},
+        {name: lm_step.arguments(name, options) for name in TIMES},
+    )
     args["erm"] = replace(args["exact"], objective="erm")
-    model = PlannedModel(lambda shape: lm_step.build_model(options, torch.get_default_device(), shape), batch)
+    model = PlannedModel(
+        lambda shape: lm_step.build_model(options, torch.get_default_device(), shape), batch
+    )
     return {name: model.step(batch, each).memory.total() for name, each in args.items()}
 
 
 def language_steps(options, arms):
     """Steps of a language model: time, memory as measured and as planned, share of the rate of products, and start."""
     planned = planned_peaks(options)
-    turns = take_turns({name: partial(attempt, name, options) for name in ("floor", *arms)}, options.rounds)
-    failed = {name: error for name, found in turns.items() for error in found if isinstance(error, str)}
+    turns = take_turns(
+        {name: partial(attempt, name, options) for name in ("floor", *arms)}, options.rounds
+    )
+    failed = {
+        name: error for name, found in turns.items() for error in found if isinstance(error, str)
+    }
     print(*(f"{ARMS.get(name, name)} failed: {error}" for name, error in failed.items()), sep="\n")
     runs = {name: found for name, found in turns.items() if name not in failed}
     lm_step.report(options, runs)
     (seconds, starts), asked, on_gpu = lm_step.rounds_of(runs), [], torch.cuda.is_available()
-    peaks = {name: statistics.median(run["peak"] for run in runs[name]) if on_gpu else None for name in starts}
+    peaks = {
+        name: statistics.median(run["peak"] for run in runs[name]) if on_gpu else None
+        for name in starts
+    }
     for name in [name for name in planned if name in runs]:
         arm, peak, plan = ARMS[name], peaks[name], planned[name]
-        asked.append(target(f"{arm}: plan of {plan / 2**30:.1f} GiB off by", peak and abs(plan / peak - 1), PLAN))
+        asked.append(
+            target(
+                f"{arm}: plan of {plan / 2**30:.1f} GiB off by", peak and abs(plan / peak - 1), PLAN
+            )
+        )
         if name in TIMES:
             asked.append(target(f"{arm}: step / ERM", ratios(seconds, "erm")[name][1], TIMES[name]))
             asked.append(target(f"{arm}: memory / ERM", peak and peak / peaks["erm"], MEMORY))
             asked.append(target(f"{arm}: start in steps", statistics.median(starts[name]), START))
     if "exact" in runs and not options.checkpointing:  # what is computed again is not counted
         products = lm_step.products(options, runs, "exact")
-        share = products * statistics.median(a / b for a, b in zip(seconds["floor"], seconds["exact"]))
-        asked.append(target(f"{ARMS['exact']}: of the rate of products", share, SHARE, at_least=True))
+        share = products * statistics.median(
+            a / b for a, b in zip(seconds["floor"], seconds["exact"])
+        )
+        asked.append(
+            target(f"{ARMS['exact']}: of the rate of products", share, SHARE, at_least=True)
+        )
     return asked, {"runs": runs}
 
 
@@ -157,8 +218,12 @@ def paired(options, script, arm, quartile, limit):
     seconds, starts = script.measure(options)
     baseline, what = next(iter(seconds)), {2: "median", 3: "upper quartile"}[quartile]
     report(seconds, baseline)
-    asked = [target(f"{arm} / {baseline}, {what}", ratios(seconds, baseline)[arm][quartile - 1], limit)]
-    asked += [target(f"{arm}: start in steps", statistics.median(starts[arm]), START)] if starts else []
+    asked = [
+        target(f"{arm} / {baseline}, {what}", ratios(seconds, baseline)[arm][quartile - 1], limit)
+    ]
+    asked += (
+        [target(f"{arm}: start in steps", statistics.median(starts[arm]), START)] if starts else []
+    )
     return asked, {"seconds": seconds, "starts": starts}
 
 
@@ -192,20 +257,33 @@ def cases(given, toy):
     """By title: the seconds that a case has, and what measures it."""
 
     def case(seconds, measure, sizes, *given):
-        return seconds, partial(measure, argparse.Namespace(**REST | sizes | (TOY if toy else {})), *given)
+        return seconds, partial(
+            measure, argparse.Namespace(**REST | sizes | (TOY if toy else {})), *given
+        )
 
-    main_arms, compiled = ["erm", *TIMES], ["erm", "erm-compiled", "subsampled", "subsampled-compiled"]
+    main_arms, compiled = (
+        ["erm", *TIMES],
+        ["erm", "erm-compiled", "subsampled", "subsampled-compiled"],
+    )
     classifier = classifier_step, "descent", 3, 1.03
     found = {
         "Tests on the device": (90, partial(tests, given.tests)),
-        "Llama 3.1 8B shape, LoRA, bfloat16": case(115, language_steps, LORA, [*main_arms, "torch", "trl"]),
+        "Llama 3.1 8B shape, LoRA, bfloat16": case(
+            115, language_steps, LORA, [*main_arms, "torch", "trl"]
+        ),
         "The same, checkpointed": case(75, language_steps, CHECKPOINTED, main_arms),
         "4 of these layers, compiled": case(60, language_steps, COMPILED, compiled),
         "BERT base, 32 rows, read by replay": case(25, paired, REPLAYED, *classifier),
-        "BERT base, 256 rows": case(25, paired, REPLAYED | {"batch": 256, "rounds": 4}, *classifier),
+        "BERT base, 256 rows": case(
+            25, paired, REPLAYED | {"batch": 256, "rounds": 4}, *classifier
+        ),
         "UT denoiser": case(20, paired, UT, classifier_step, "descent+noise", 2, 1.08),
-        "Evaluation of a classifier": case(17, paired, EVALUATED, evaluation_cost, "all layers", 2, 1.3),
-        "Evaluation of a language model": case(18, paired, EVALUATED_LM, evaluation_cost, "all layers", 2, 2.0),
+        "Evaluation of a classifier": case(
+            17, paired, EVALUATED, evaluation_cost, "all layers", 2, 1.3
+        ),
+        "Evaluation of a language model": case(
+            18, paired, EVALUATED_LM, evaluation_cost, "all layers", 2, 2.0
+        ),
     }
     if given.smollm2:
         files = dict(zip(("model", "train_file", "validation_file"), given.smollm2))
@@ -215,11 +293,19 @@ def cases(given, toy):
 
 def main():
     command = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    command.add_argument("--output", type=Path, default=Path("gpu"), help="results, without an ending (gpu)")
-    command.add_argument("--minutes", type=float, default=MINUTES, help=f"for all cases ({MINUTES:g})")
-    command.add_argument("--toy", action="store_true", help="toy sizes, as on a machine without a GPU")
+    command.add_argument(
+        "--output", type=Path, default=Path("gpu"), help="results, without an ending (gpu)"
+    )
+    command.add_argument(
+        "--minutes", type=float, default=MINUTES, help=f"for all cases ({MINUTES:g})"
+    )
+    command.add_argument(
+        "--toy", action="store_true", help="toy sizes, as on a machine without a GPU"
+    )
     command.add_argument("--tests", default="", help="which tests, as pytest's `-k` (all)")
-    command.add_argument("--smollm2", nargs=3, metavar=("MODEL", "TRAIN", "TEST"), help="times drafting, too")
+    command.add_argument(
+        "--smollm2", nargs=3, metavar=("MODEL", "TRAIN", "TEST"), help="times drafting, too"
+    )
     given = command.parse_args()
     toy = given.toy or not torch.cuda.is_available()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -239,7 +325,9 @@ def main():
         lines += ["", f"## {title}", "", "```", said.strip(), "```"]
         for what, value, holds in asked:
             figure = "not measured" if value is None else f"{value:.3g}"
-            summary.append(f"| {title} | {what} | {figure} | {'' if holds is None else 'yes' if holds else 'NO'} |")
+            summary.append(
+                f"| {title} | {what} | {figure} | {'' if holds is None else 'yes' if holds else 'NO'} |"
+            )
     head = f"# {card}, torch {torch.__version__}{', toy sizes' if toy else ''}"
     print(text := "\n".join([head, "", *summary, *lines, ""]))
     given.output.with_suffix(".md").write_text(text)

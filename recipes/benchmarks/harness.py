@@ -33,7 +33,9 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.steps.append((time.perf_counter() - self._start[0], time.process_time() - self._start[1]))
+        self.steps.append(
+            (time.perf_counter() - self._start[0], time.process_time() - self._start[1])
+        )
         self._start = None
 
 
@@ -46,7 +48,9 @@ def parser(description: str, **sizes: int) -> argparse.ArgumentParser:
     return found
 
 
-def take_turns(arms: Mapping[str, Callable[[], Any]], rounds: int, warm_ups: int = 1) -> dict[str, list]:
+def take_turns(
+    arms: Mapping[str, Callable[[], Any]], rounds: int, warm_ups: int = 1
+) -> dict[str, list]:
     """What each arm measures in each round, after those that warm up; where time runs out (TimeoutError), in the
     rounds that came to their end."""
     found = []
@@ -59,7 +63,9 @@ def take_turns(arms: Mapping[str, Callable[[], Any]], rounds: int, warm_ups: int
     return {name: [turn[name] for turn in found[warm_ups:]] for name in arms}
 
 
-def ratios(seconds: Mapping[str, Sequence[float]], baseline: str) -> dict[str, tuple[float, float, float]]:
+def ratios(
+    seconds: Mapping[str, Sequence[float]], baseline: str
+) -> dict[str, tuple[float, float, float]]:
     """Quartiles of each arm's ratio to the baseline in the same round."""
     return {
         name: quartiles([value / other for value, other in zip(values, seconds[baseline])])
@@ -67,7 +73,9 @@ def ratios(seconds: Mapping[str, Sequence[float]], baseline: str) -> dict[str, t
     }
 
 
-def report(seconds: Mapping[str, Sequence[float]], baseline: str, output: Path | None = None, **facts: Any) -> None:
+def report(
+    seconds: Mapping[str, Sequence[float]], baseline: str, output: Path | None = None, **facts: Any
+) -> None:
     """Prints median and quartiles of each arm's seconds, and of their ratios to the baseline's of the same round; with
     an `output`, writes every number and the `facts` as JSON."""
     for name, (least, ratio, most) in ratios(seconds, baseline).items():
@@ -119,7 +127,9 @@ class Runs:
         key = json.dumps(settings, sort_keys=True)
         if key not in self._known:
             # Six digits are enough for the tables.
-            found = json.loads(json.dumps(make()), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+            found = json.loads(
+                json.dumps(make()), parse_float=lambda digits: float(f"{float(digits):.6g}")
+            )
             self._known[key] = found = {"settings": settings, **found, "commit": self._commit}
             with open(self._path, "a") as file:
                 file.write(json.dumps(found) + "\n")
@@ -131,4 +141,6 @@ def write(output: Path | None, **facts: Any) -> None:
     if output is not None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         facts = {"device": device, "torch": torch.__version__, **facts}
-        output.write_text(json.dumps(facts, indent=1, default=lambda path: getattr(path, "name", str(path))))
+        output.write_text(
+            json.dumps(facts, indent=1, default=lambda path: getattr(path, "name", str(path)))
+        )

@@ -64,18 +64,26 @@ def by_head(model, hidden, labels):
 
 def rows_of(model, hidden, labels):
     """[tokens, hidden], the head's weight, and the label of each of these tokens."""
-    return model.model.norm(hidden)[:, :-1].flatten(0, 1), model.lm_head.weight, labels[:, 1:].flatten()
+    return (
+        model.model.norm(hidden)[:, :-1].flatten(0, 1),
+        model.lm_head.weight,
+        labels[:, 1:].flatten(),
+    )
 
 
 def by_torch(model, hidden, labels):
-    return F.linear_cross_entropy(*rows_of(model, hidden, labels), options=torch.nn.LinearCrossEntropyOptions())
+    return F.linear_cross_entropy(
+        *rows_of(model, hidden, labels), options=torch.nn.LinearCrossEntropyOptions()
+    )
 
 
 def by_trl(model, hidden, labels):
     from trl.kernels import ChunkedLogProbFunction
 
     rows, weight, labels = rows_of(model, hidden, labels)
-    return -ChunkedLogProbFunction.apply(rows, weight, None, labels, 1.0, CHUNK, None, 1.0, ())[0].mean()
+    return -ChunkedLogProbFunction.apply(rows, weight, None, labels, 1.0, CHUNK, None, 1.0, ())[
+        0
+    ].mean()
 
 
 class NaiveTrainer(transformers.Trainer):
@@ -87,11 +95,16 @@ class NaiveTrainer(transformers.Trainer):
         model = inner_model(model)  # that of adapters
         body, hidden_states = getattr(model, "bert", None) or model.model, []
         layers = body.encoder.layer if hasattr(body, "encoder") else body.layers
-        hooks = [layer.register_forward_hook(lambda module, args, out: hidden_states.append(out)) for layer in layers]
+        hooks = [
+            layer.register_forward_hook(lambda module, args, out: hidden_states.append(out))
+            for layer in layers
+        ]
         body(**{name: value for name, value in inputs.items() if name != "labels"})
         for hook in hooks:
             hook.remove()
-        losses = torch.stack([self.read(model, state, inputs["labels"]) for state in hidden_states])  # [layers]
+        losses = torch.stack(
+            [self.read(model, state, inputs["labels"]) for state in hidden_states]
+        )  # [layers]
         return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses.float()
 
 
@@ -117,7 +130,9 @@ def build_model(options, device=None, shape=lambda config: config):
         "max_position_embeddings": options.length,
     }  # fmt: skip
     if options.model:
-        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(
+            device
+        )
     elif options.classes:
         config = shape(transformers.BertConfig(**sizes, num_labels=options.classes))
         model = transformers.BertForSequenceClassification(config).to(device, dtype)
@@ -128,7 +143,9 @@ def build_model(options, device=None, shape=lambda config: config):
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=6, lora_alpha=8, lora_dropout=0.05, task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            model, LoraConfig(r=6, lora_alpha=8, lora_dropout=0.05, task_type="CAUSAL_LM")
+        )
     return model
 
 
@@ -144,18 +161,30 @@ def arguments(name, options):
     if kind == "sft":
         from trl import SFTConfig
 
-        return SFTConfig(**settings, bf16=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
+        return SFTConfig(
+            **settings, bf16=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}
+        )
     if kind in STOCK:
         return transformers.TrainingArguments(**settings)
-    asked = {"descent_alpha": None, "exit_targets": {options.layers // 2: 0.1}} if kind == "exit" else {}
-    return DescentConfig(**settings, **DESCENT | asked, readout_token_fraction=1.0 if "exact" in kind else None)
+    asked = (
+        {"descent_alpha": None, "exit_targets": {options.layers // 2: 0.1}}
+        if kind == "exit"
+        else {}
+    )
+    return DescentConfig(
+        **settings, **DESCENT | asked, readout_token_fraction=1.0 if "exact" in kind else None
+    )
 
 
 def build_trainer(name, options, callbacks):
     ids = token_ids(options, options.batch * options.steps)
     labels = [index % options.classes for index in range(len(ids))] if options.classes else ids
     data = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    common = {"model": build_model(options), "args": arguments(name, options), "train_dataset": data}
+    common = {
+        "model": build_model(options),
+        "args": arguments(name, options),
+        "train_dataset": data,
+    }
     if name == "sft":
         from trl import SFTTrainer
 
@@ -175,7 +204,9 @@ def token_ids(options, rows):
         ids += encode(text)["input_ids"]
         if len(ids) >= rows * options.length:
             return torch.tensor(ids[: rows * options.length]).view(rows, -1).tolist()
-    raise SystemExit(f"{options.text_file} has {len(ids)} tokens; {rows * options.length} are needed.")
+    raise SystemExit(
+        f"{options.text_file} has {len(ids)} tokens; {rows * options.length} are needed."
+    )
 
 
 def tokenizer():
@@ -184,7 +215,9 @@ def tokenizer():
 
     words = {"<pad>": 0, "<eos>": 1}
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
     )
 
 
@@ -201,7 +234,9 @@ def run_arm(name, options):
     else:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     steps = clock.steps[2:]
-    start = [first - statistics.median(others) for first, others in zip(clock.steps[0], zip(*steps))]
+    start = [
+        first - statistics.median(others) for first, others in zip(clock.steps[0], zip(*steps))
+    ]
     return {"steps": steps, "start": start, "peak": peak}
 
 
@@ -209,24 +244,40 @@ def run_floor(options):
     """Operations of the plain step and of the largest product (with a language model's head), and its seconds."""
     model = build_model(options, "meta")
     ids = torch.zeros(options.batch, options.length, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # whose products are counted
         model(input_ids=ids, labels=ids[:, 0] if options.classes else ids).loss.backward()
     tokens = options.batch * (options.length - 1)
-    largest = model.bert.encoder.layer[0].intermediate.dense if options.classes else model.get_output_embeddings()
+    largest = (
+        model.bert.encoder.layer[0].intermediate.dense
+        if options.classes
+        else model.get_output_embeddings()
+    )
     place = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": model.dtype}
-    rows, weight = (torch.randn(*shape, **place) for shape in ((tokens, options.hidden), largest.weight.shape))
+    rows, weight = (
+        torch.randn(*shape, **place) for shape in ((tokens, options.hidden), largest.weight.shape)
+    )
     scores, clock = rows @ weight.t(), Clock()
     for _ in range(10):
         clock.on_step_begin(None, None, None)
         torch.mm(rows, weight.t(), out=scores)
         clock.on_step_end(None, None, None)
-    return {"erm": counter.get_total_flops(), "product": 2 * tokens * weight.numel(), "steps": clock.steps}
+    return {
+        "erm": counter.get_total_flops(),
+        "product": 2 * tokens * weight.numel(),
+        "steps": clock.steps,
+    }
 
 
 def rounds_of(runs, clock=0):
     """By arm and round, by wall or processor time: seconds of a step; and the start in steps of its own, less that of
     the stock Trainer where it takes part."""
-    seconds = {name: [statistics.median(step[clock] for step in run["steps"]) for run in runs[name]] for name in runs}
+    seconds = {
+        name: [statistics.median(step[clock] for step in run["steps"]) for run in runs[name]]
+        for name in runs
+    }
     starts = {name: [run["start"][clock] for run in runs[name]] for name in runs if name != "floor"}
     plain = starts.get("erm", [0.0] * len(runs["floor"]))
     return seconds, {
@@ -255,7 +306,9 @@ def report(options, runs):
         columns = "".join(f"{f'/{name}'[:7]:>8}" for name in baselines)
         print(f"{'':40} {'s a step (quartiles)':>22}{columns}  floor  start  peak MB{columns}")
         for name in arms:
-            low, middle, high = quartiles([step[clock] for run in runs[name] for step in run["steps"]])
+            low, middle, high = quartiles(
+                [step[clock] for run in runs[name] for step in run["steps"]]
+            )
             share = products(options, runs, name) * fastest / middle
             floor = " " * 7 if name.startswith(("subsampled", "exit")) else f"{share:7.2f}"
             times = "".join(f"{ratios(seconds, other)[name][1]:8.2f}" for other in baselines)
@@ -270,7 +323,9 @@ def main():
              "length": 256, "steps": 6, "classes": 0}  # fmt: skip
     command = parser(__doc__, **sizes)
     command.set_defaults(rounds=3)
-    command.add_argument("--model", help="a folder or name on the Hub; its sizes win over those above")
+    command.add_argument(
+        "--model", help="a folder or name on the Hub; its sizes win over those above"
+    )
     command.add_argument("--text_file", help="parquet, json, jsonl, csv or txt, for --model")
     command.add_argument("--text_column", default="text")
     command.add_argument("--compiler", default="inductor", help="of the compiled arms (inductor)")
@@ -300,7 +355,12 @@ def main():
             raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
         return json.loads(lines[-1].removeprefix("RESULT "))
 
-    report(options, take_turns({name: partial(child, name) for name in ("floor", *options.arms)}, options.rounds, 0))
+    report(
+        options,
+        take_turns(
+            {name: partial(child, name) for name in ("floor", *options.arms)}, options.rounds, 0
+        ),
+    )
 
 
 if __name__ == "__main__":

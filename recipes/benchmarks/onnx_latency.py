@@ -23,7 +23,9 @@ def main():
     command = parser(__doc__, layer=3, length=128, calls=50)
     command.add_argument("encoder", help="folder or name on the Hub")
     options = command.parse_args()
-    model = LinearReadoutForSequenceClassification.from_encoder(options.encoder, "mean", num_labels=2)
+    model = LinearReadoutForSequenceClassification.from_encoder(
+        options.encoder, "mean", num_labels=2
+    )
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = options.threads
     rows, arms = {"input_ids": torch.randint(1000, 9000, (1, options.length)).numpy()}, {}
@@ -33,7 +35,14 @@ def main():
         AutoTokenizer.from_pretrained(options.encoder).save_pretrained(f"{folder}/model")
         for layer in (model.config.get_text_config().num_hidden_layers, options.layer):
             with contextlib.redirect_stdout(io.StringIO()):
-                words = ["--layer", str(layer), "--output_dir", f"{folder}/{layer}", "--format", "onnx"]
+                words = [
+                    "--layer",
+                    str(layer),
+                    "--output_dir",
+                    f"{folder}/{layer}",
+                    "--format",
+                    "onnx",
+                ]
                 cli.main(["export", f"{folder}/model", *words])
             session = onnxruntime.InferenceSession(f"{folder}/{layer}/model.onnx", settings)
             inputs = {given.name: rows[given.name] for given in session.get_inputs()}
@@ -45,7 +54,12 @@ def main():
                 return (time.perf_counter() - start) / options.calls
 
             arms[f"{layer} layers"] = seconds
-        report(take_turns(arms, options.rounds), next(iter(arms)), options.output, options=vars(options))
+        report(
+            take_turns(arms, options.rounds),
+            next(iter(arms)),
+            options.output,
+            options=vars(options),
+        )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,12 @@ NUM_LAYERS = {"denoiser": 5, "minilm": 6, "imdb": 6, "lm": 5}
 CHANCE = {"denoiser": 1.0, "minilm": math.log(2), "imdb": math.log(2)}
 # What is held out, as parts of the data and the files that they are read from; all rows, or 4,000 of each.
 TEXTS = {"minilm": {"validation": "validation", "test": "test"}, "imdb": {"validation": "test"}}
-OURS = {"dual_optim": "pi", "dual_learning_rate": 0.04, "dual_warmup_steps": 0.0, "target_margin": 0.1}
+OURS = {
+    "dual_optim": "pi",
+    "dual_learning_rate": 0.04,
+    "dual_warmup_steps": 0.0,
+    "target_margin": 0.1,
+}
 MOST = 0.5  # of the dual rate and the margin, which a search of "ours" doubles
 GROWTH = 10.0  # of a coefficient whose row is missed
 
@@ -74,9 +79,16 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
     if arm == "ours" and not exits:
         return {"objective": "descent"}
     if arm == "ours":
-        growing = {name: min(coefficients[0] * OURS[name], MOST) for name in ("dual_learning_rate", "target_margin")}
+        growing = {
+            name: min(coefficients[0] * OURS[name], MOST)
+            for name in ("dual_learning_rate", "target_margin")
+        }
         return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
-    weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
+    weights = (
+        {"fixed_multipliers": list(coefficients)}
+        if arm == "fixed"
+        else {"penalty_coefficient": coefficients[0]}
+    )
     margin = {} if arm == "fixed" else {"target_margin": OURS["target_margin"]}
     return {"objective": arm, "exit_targets": exits, "dual_warmup_steps": 0.0, **weights, **margin}
 
@@ -109,15 +121,31 @@ class Coefficients:
 
 
 def search(
-    arm: str, num_exits: int, rates: tuple[float, ...], budget: int, run: Callable[[tuple[float, ...], float], dict]
+    arm: str,
+    num_exits: int,
+    rates: tuple[float, ...],
+    budget: int,
+    run: Callable[[tuple[float, ...], float], dict],
 ) -> list[dict]:
     """The runs of an arm until one meets the specification, at most `budget`."""
     coefficients = Coefficients(arm, num_exits)
     runs = [run(coefficients.values, rate) for rate in rates]
     # A learning rate that meets it goes first, then what comes nearest, then the lower f_L; read off the select rows.
-    best = min(runs, key=lambda found: (any(found["missed"]), found["broke"], found["beyond"], found["select"][-1]))
+    best = min(
+        runs,
+        key=lambda found: (
+            any(found["missed"]),
+            found["broke"],
+            found["beyond"],
+            found["select"][-1],
+        ),
+    )
     rate, last = rates[runs.index(best)], best
-    while arm not in WITHOUT_COEFFICIENTS and not any(found["met"] for found in runs) and len(runs) < budget:
+    while (
+        arm not in WITHOUT_COEFFICIENTS
+        and not any(found["met"] for found in runs)
+        and len(runs) < budget
+    ):
         if arm == "ours" and coefficients.values[0] * OURS["dual_learning_rate"] >= MOST:
             break  # a further run would have the same settings
         coefficients.after(last["missed"], last["broke"])
@@ -137,7 +165,12 @@ def pans() -> tuple[torch.Tensor, ...]:
 def denoiser(smoke: bool):
     train, *held_out = pans()
     model, config = demo.denoiser(train, 4 if smoke else STEPS["denoiser"])
-    return model, [demo.rows_of(clips[: 64 if smoke else None]) for clips in (train, *held_out)], config, {}
+    return (
+        model,
+        [demo.rows_of(clips[: 64 if smoke else None]) for clips in (train, *held_out)],
+        config,
+        {},
+    )
 
 
 @cache
@@ -145,7 +178,9 @@ def texts(kind: str, model_path: str, folder: str):
     """1,000 rows of the training file to select on; the other files to certify."""
     tokenizer = load_tokenizer(model_path)
     parts = {"train": "train", **TEXTS[kind]}
-    files = {f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in parts.items()}
+    files = {
+        f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in parts.items()
+    }
     arguments = DataArguments(label_column="label", max_eval_samples=4000, **files)
     data = tokenize(load_text_classification(arguments), tokenizer, 64)
     rows = data["train"].shuffle(seed=0)
@@ -156,26 +191,46 @@ def texts(kind: str, model_path: str, folder: str):
 def minilm(kind: str, model_path: str, folder: str):
     tokenizer, rows = texts(kind, model_path, folder)
     model = LinearReadoutForSequenceClassification.from_encoder(model_path, "mean", num_labels=2)
-    return model, rows, {"lr_scheduler_type": "linear", "warmup_steps": 0.06}, {"processing_class": tokenizer}
+    return (
+        model,
+        rows,
+        {"lr_scheduler_type": "linear", "warmup_steps": 0.06},
+        {"processing_class": tokenizer},
+    )
 
 
 @cache
 def instructions(model_path: str, file: str):
     tokenizer = load_tokenizer(model_path)
-    arguments = AlpacaArguments(train_file=file, prompt_format="alpaca", validation_split_percentage=1)
+    arguments = AlpacaArguments(
+        train_file=file, prompt_format="alpaca", validation_split_percentage=1
+    )
     rows = load_alpaca(arguments, tokenizer)["train"].shuffle(seed=0)
-    rows = rows.map(partial(completion_labels, tokenizer=tokenizer, limit=256), remove_columns=rows.column_names)
+    rows = rows.map(
+        partial(completion_labels, tokenizer=tokenizer, limit=256), remove_columns=rows.column_names
+    )
     rows = rows.filter(lambda row: max(row["labels"][1:]) >= 0)  # cut before its answer
-    return tokenizer, [rows.select(range(1500, len(rows))), rows.select(range(500)), rows.select(range(500, 1500))]
+    return tokenizer, [
+        rows.select(range(1500, len(rows))),
+        rows.select(range(500)),
+        rows.select(range(500, 1500)),
+    ]
 
 
 def lm(model_path: str, file: str):
     tokenizer, rows = instructions(model_path, file)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    return model, rows, {"lr_scheduler_type": "linear"}, {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
+    return (
+        model,
+        rows,
+        {"lr_scheduler_type": "linear"},
+        {"data_collator": DataCollatorForSeq2Seq(tokenizer)},
+    )
 
 
-def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int) -> dict:
+def train(
+    task: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int
+) -> dict:
     """One run: layer losses on the select and the certify rows, which rows are met there, and processor seconds."""
     kind = task.split("_")[0]
     steps = 4 if options.smoke else STEPS[kind]
@@ -189,9 +244,17 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
     make(*given)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
     model, (rows, select, certify), config, extra = make(*given)
-    shared = {"learning_rate": rate, "per_device_train_batch_size": BATCH[kind], "max_steps": steps, "seed": seed}
+    shared = {
+        "learning_rate": rate,
+        "per_device_train_batch_size": BATCH[kind],
+        "max_steps": steps,
+        "seed": seed,
+    }
     trainer, seconds = fit(model, rows, {**shared, **config, **settings}, **extra)
-    measure = {"gamma": config.get("noise_gamma", 0.0), "metric": "rmse" if kind == "denoiser" else "accuracy"}
+    measure = {
+        "gamma": config.get("noise_gamma", 0.0),
+        "metric": "rmse" if kind == "denoiser" else "accuracy",
+    }
     measure |= {"problem": None, "batch_size": 32}
     profiles = [trainer.evaluate_layers(data, **measure) for data in (select, certify)]
     chance, depth = CHANCE.get(kind, profiles[0].chance), NUM_LAYERS[kind]
@@ -199,7 +262,9 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
         problem = DescentProblem(None, chance, depth, exit_targets=exits)
     else:
         problem = trainer.problem or DescentProblem("line", chance, depth)
-    verdicts = [replace(profile, problem=problem.state_dict()).certificate() for profile in profiles]
+    verdicts = [
+        replace(profile, problem=problem.state_dict()).certificate() for profile in profiles
+    ]
     found = {
         "select": profiles[0].losses.tolist(),
         "certify": profiles[1].losses.tolist(),
@@ -213,11 +278,15 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
     }
     return found | {
         "missed": [verdict != "met" for verdict in found["verdicts"][0]],
-        "broke": not (np.isfinite(profiles[0].losses).all() and profiles[0].losses[-1] < problem.chance),
+        "broke": not (
+            np.isfinite(profiles[0].losses).all() and profiles[0].losses[-1] < problem.chance
+        ),
     }
 
 
-def runner(options: argparse.Namespace, task: str, arm: str, seed: int) -> Callable[[tuple[float, ...], float], dict]:
+def runner(
+    options: argparse.Namespace, task: str, arm: str, seed: int
+) -> Callable[[tuple[float, ...], float], dict]:
     """Makes a run of these coefficients at this learning rate, or finds it among the finished ones."""
     kind, number = task.split("_")
     exits, finished = EXITS[kind][number], Runs(options.output)
@@ -230,7 +299,10 @@ def runner(options: argparse.Namespace, task: str, arm: str, seed: int) -> Calla
         print(f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}: {'met' if found['met'] else 'missed'}, "
               f"{[round(loss, 4) for loss in found['certify']]}", flush=True)  # fmt: skip
         last = found["select"][-1]
-        beyond = sum(max(0.0, math.log(found["select"][k - 1] / last / (1 + eps))) for k, eps in exits.items())
+        beyond = sum(
+            max(0.0, math.log(found["select"][k - 1] / last / (1 + eps)))
+            for k, eps in exits.items()
+        )
         return found | {"coefficients": coefficients, "rate": rate, "beyond": beyond}
 
     return run
@@ -248,16 +320,23 @@ def searches(options: argparse.Namespace) -> Iterator[tuple[str, str, int, list[
 def defaults(options: argparse.Namespace) -> str:
     """Plain training and the package's defaults, each at its best learning rate, which the select rows of the first
     seed choose."""
-    lines = ["| task | arm | rate | seed | met | share | f_l | metric |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| task | arm | rate | seed | met | share | f_l | metric |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for kind, arm in itertools.product(options.defaults, ("plain", "ours")):
         task, first = f"{kind}_defaults", options.seeds[0]
         tried = [runner(options, task, arm, first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
         rate = min(tried, key=lambda found: found["select"][-1])["rate"]
         for seed in options.seeds:
             run = runner(options, task, arm, seed)((1.0,), rate)
-            losses, values = (" ".join(f"{value:.3f}" for value in run[name]) for name in ("certify", "values"))
+            losses, values = (
+                " ".join(f"{value:.3f}" for value in run[name]) for name in ("certify", "values")
+            )
             share = "-" if run["share"] is None else f"{run['share']:.2f}"
-            lines.append(f"| {kind} | {arm} | {rate:g} | {seed} | {run['met']} | {share} | {losses} | {values} |")
+            lines.append(
+                f"| {kind} | {arm} | {rate:g} | {seed} | {run['met']} | {share} | {losses} | {values} |"
+            )
     return "\n".join(lines)
 
 
@@ -282,7 +361,9 @@ def table(options: argparse.Namespace) -> str:
         first = f"{sum(run['met'] for run in runs[: len(LEARNING_RATES[task.split('_')[0]])])}"
         number = f"{len(runs)}" if met else f"not in {len(runs)}"
         seconds = sum(run["seconds"] for run in runs)
-        lines.append(f"| {task} | {arm} | {seed} | {number} | {first} | {last:.4f} | {ratios} | {seconds:.0f} |")
+        lines.append(
+            f"| {task} | {arm} | {seed} | {number} | {first} | {last:.4f} | {ratios} | {seconds:.0f} |"
+        )
     return "\n".join(lines)
 
 
@@ -306,22 +387,34 @@ def holds(options: argparse.Namespace) -> str:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     tasks = [f"{kind}_{number}" for kind in EXITS for number in EXITS[kind] if number != "defaults"]
-    parser.add_argument("--tasks", nargs="+", choices=tasks, default=["denoiser_one", "denoiser_two"])
+    parser.add_argument(
+        "--tasks", nargs="+", choices=tasks, default=["denoiser_one", "denoiser_two"]
+    )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--budget", type=int, default=8, help="runs of an arm at most")
-    parser.add_argument("--output", default="runs_to_specification.jsonl", help="finished runs; read and appended to")
+    parser.add_argument(
+        "--output",
+        default="runs_to_specification.jsonl",
+        help="finished runs; read and appended to",
+    )
     parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
-    parser.add_argument("--rt_polarity", help="folder with train.parquet, validation.parquet, test.parquet")
+    parser.add_argument(
+        "--rt_polarity", help="folder with train.parquet, validation.parquet, test.parquet"
+    )
     parser.add_argument("--imdb", help="folder with train.parquet and test.parquet")
-    parser.add_argument("--settings", type=json.loads, default={}, help="of ours, in place of its own, as JSON")
+    parser.add_argument(
+        "--settings", type=json.loads, default={}, help="of ours, in place of its own, as JSON"
+    )
     parser.add_argument("--stories260k", help="folder of the language model stories260K")
     parser.add_argument("--alpaca", help="train.parquet of Stanford Alpaca")
     help = "compare the package's defaults to plain training, instead"
     parser.add_argument("--defaults", nargs="+", choices=EXITS, default=[], help=help)
     help = "train with the settings that each search found and every other seed, and count those that meet it, instead"
     parser.add_argument("--holds", action="store_true", help=help)
-    parser.add_argument("--smoke", action="store_true", help="four steps on a few rows, to see that it works")
+    parser.add_argument(
+        "--smoke", action="store_true", help="four steps on a few rows, to see that it works"
+    )
     options = parser.parse_args(argv)
     needed = {
         "minilm": ["minilm", "rt_polarity"], "imdb": ["minilm", "imdb"], "lm": ["stories260k", "alpaca"],

@@ -25,27 +25,44 @@ def main():
     parser.add_argument("model")
     parser.add_argument("text_file", help="parquet, json, jsonl, csv or txt")
     parser.add_argument("--text_column", default="text")
-    for name, default in (("batch", 4), ("length", 256), ("batches", 20), ("draws", 10), ("steps", 0)):
+    for name, default in (
+        ("batch", 4),
+        ("length", 256),
+        ("batches", 20),
+        ("draws", 10),
+        ("steps", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.1, 0.0625, 0.03125])
+    parser.add_argument(
+        "--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.1, 0.0625, 0.03125]
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
     ids = torch.tensor(token_ids(options, (options.batches + options.steps) * options.batch))
     measured, others = ids.split([options.batches * options.batch, options.steps * options.batch])
     if options.steps:
-        settings = {"per_device_train_batch_size": options.batch, "max_steps": options.steps, "learning_rate": 1e-3}
+        settings = {
+            "per_device_train_batch_size": options.batch,
+            "max_steps": options.steps,
+            "learning_rate": 1e-3,
+        }
         fit(model, [{"input_ids": row, "labels": row} for row in others], settings)
     model.eval()
 
-    full, sampled = [], {(fraction, of): [] for fraction in options.fractions for of in ("own", "same")}
+    full, sampled = (
+        [],
+        {(fraction, of): [] for fraction in options.fractions for of in ("own", "same")},
+    )
     generator, readout = torch.Generator().manual_seed(0), None
 
     def estimates(read, tokens):
         """[layers - 1] of f_l, [layers - 1] of the violations, and the gradient of the sum of all f_l."""
         losses = read(tokens, torch.ones(readout.num_layers))
-        gradients = torch.autograd.grad(losses.objective, list(model.parameters()), retain_graph=True)
+        gradients = torch.autograd.grad(
+            losses.objective, list(model.parameters()), retain_graph=True
+        )
         mean = losses.sums / len(tokens.rows)  # [layers]
         steps = mean[1:] - (1 - options.alpha) * mean[:-1]
         return mean[:-1], steps, torch.cat([gradient.flatten() for gradient in gradients])
@@ -54,7 +71,9 @@ def main():
         full.append(estimates(read, readout.tokens(inputs)))
         for asked, draws in sampled.items():
             for _ in range(options.draws):
-                drawn = estimates(read, readout.tokens(inputs, asked[0], generator, asked[1] == "same"))
+                drawn = estimates(
+                    read, readout.tokens(inputs, asked[0], generator, asked[1] == "same")
+                )
                 draws.append([(found - true).square() for found, true in zip(drawn, full[-1])])
 
     for batch in measured.split(options.batch):

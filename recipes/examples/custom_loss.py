@@ -40,11 +40,20 @@ def main():
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = load_dataset(args.dataset).map(lambda row: tokenizer(row["text"], truncation=True), batched=True)
+    rows = load_dataset(args.dataset).map(
+        lambda row: tokenizer(row["text"], truncation=True), batched=True
+    )
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
-    chance = 0.5**2 * math.log(2)  # the focal loss of an even guess: f_0 is only measured for the cross-entropy
-    config = DescentConfig(args.output_dir, max_steps=args.max_steps, logging_steps=50, initial_loss_bound=chance)
-    own = {"layer_loss_fn": focal_loss, "readout": max_pool}  # the readout is not saved with the model: keep it
+    chance = 0.5**2 * math.log(
+        2
+    )  # the focal loss of an even guess: f_0 is only measured for the cross-entropy
+    config = DescentConfig(
+        args.output_dir, max_steps=args.max_steps, logging_steps=50, initial_loss_bound=chance
+    )
+    own = {
+        "layer_loss_fn": focal_loss,
+        "readout": max_pool,
+    }  # the readout is not saved with the model: keep it
     trainer = DescentTrainer(model, config, None, rows["train"], rows["test"], tokenizer, **own)
     trainer.train()
     print(trainer.evaluate())  # eval_layer_loss_1, ...

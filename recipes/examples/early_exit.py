@@ -25,14 +25,20 @@ def main():
     parser.add_argument("--model", default="distilbert/distilbert-base-uncased")
     parser.add_argument("--dataset", default="cornell-movie-review-data/rotten_tomatoes")
     parser.add_argument("--output_dir", default="runs/early-exit")
-    parser.add_argument("--layer", type=int, default=4, help="the layer after which the model is to be cut")
-    parser.add_argument("--excess", type=float, default=0.05, help="how much higher its loss may be (0.05: 5 %%)")
+    parser.add_argument(
+        "--layer", type=int, default=4, help="the layer after which the model is to be cut"
+    )
+    parser.add_argument(
+        "--excess", type=float, default=0.05, help="how much higher its loss may be (0.05: 5 %%)"
+    )
     parser.add_argument("--learning_rate", type=float, default=5e-5)
     parser.add_argument("--max_steps", type=int, default=-1)
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = load_dataset(args.dataset).map(lambda row: tokenizer(row["text"], truncation=True), batched=True)
+    rows = load_dataset(args.dataset).map(
+        lambda row: tokenizer(row["text"], truncation=True), batched=True
+    )
     validation = rows["validation"]
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     config = DescentConfig(
@@ -51,7 +57,9 @@ def main():
     if certificate.feasible:
         truncate(trainer.model, args.layer).save_pretrained(f"{args.output_dir}/cut")
     # Or each row leaves as soon as its layer is sure, at a loss of at most one point of accuracy (95 % confidence).
-    fast = ConfidenceExit(trainer.model).calibrate(validation, max_loss=0.01, processing_class=tokenizer)
+    fast = ConfidenceExit(trainer.model).calibrate(
+        validation, max_loss=0.01, processing_class=tokenizer
+    )
     print(fast.evaluate(rows["test"], processing_class=tokenizer))
 
 

@@ -29,13 +29,23 @@ def main():
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = load_dataset(args.dataset).map(lambda row: tokenizer(row["text"], truncation=True), batched=True)
+    rows = load_dataset(args.dataset).map(
+        lambda row: tokenizer(row["text"], truncation=True), batched=True
+    )
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     config = DescentConfig(
-        args.output_dir, max_steps=args.max_steps, logging_steps=50, eval_gammas=[0, 0.5, 1], hub_model_id=args.repo
+        args.output_dir,
+        max_steps=args.max_steps,
+        logging_steps=50,
+        eval_gammas=[0, 0.5, 1],
+        hub_model_id=args.repo,
     )
     trainer = DescentTrainer(
-        model, config, train_dataset=rows["train"], eval_dataset=rows["test"], processing_class=tokenizer
+        model,
+        config,
+        train_dataset=rows["train"],
+        eval_dataset=rows["test"],
+        processing_class=tokenizer,
     )
     trainer.train()
     trainer.evaluate()

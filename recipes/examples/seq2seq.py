@@ -38,7 +38,11 @@ def main():
     rows = load_dataset(args.dataset).map(tokenize, batched=True)
     model = AutoModelForSeq2SeqLM.from_pretrained(args.model)
     config = Seq2SeqDescentConfig(
-        args.output_dir, max_steps=args.max_steps, learning_rate=3e-4, logging_steps=50, predict_with_generate=True
+        args.output_dir,
+        max_steps=args.max_steps,
+        learning_rate=3e-4,
+        logging_steps=50,
+        predict_with_generate=True,
     )
     trainer = Seq2SeqDescentTrainer(
         model,

@@ -23,7 +23,9 @@ from hf_descent import SFTDescentConfig, SFTDescentTrainer
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--dataset", default="trl-lib/Capybara")  # `messages`, or any other format that TRL takes
+    parser.add_argument(
+        "--dataset", default="trl-lib/Capybara"
+    )  # `messages`, or any other format that TRL takes
     parser.add_argument("--output_dir", default="runs/sft-lora")
     parser.add_argument("--max_steps", type=int, default=-1)
     args = parser.parse_args()

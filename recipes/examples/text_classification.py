@@ -36,7 +36,9 @@ def main():
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = load_dataset(args.dataset).map(lambda row: tokenizer(row["text"], truncation=True), batched=True)
+    rows = load_dataset(args.dataset).map(
+        lambda row: tokenizer(row["text"], truncation=True), batched=True
+    )
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     config = DescentConfig(
         args.output_dir,
@@ -46,7 +48,11 @@ def main():
         eval_gammas=[0, 0.5, 1],
     )
     trainer = DescentTrainer(
-        model, config, train_dataset=rows["train"], eval_dataset=rows["test"], processing_class=tokenizer
+        model,
+        config,
+        train_dataset=rows["train"],
+        eval_dataset=rows["test"],
+        processing_class=tokenizer,
     )
     trainer.train()
     trainer.evaluate()  # eval_layer_loss_1, ..., eval_feasible

@@ -22,14 +22,28 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m recipes.reproduce",
         description=__doc__.split(": ", 1)[1],
-        epilog="tables:\n" + "\n".join(f"  {name:9} {table['title']}" for name, table in TABLES.items()),
+        epilog="tables:\n"
+        + "\n".join(f"  {name:9} {table['title']}" for name, table in TABLES.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("table", choices=TABLES, metavar="table", help="one of the tables below")
-    found.add_argument("--scale", choices=SCALES, default="cpu", help="size of models and data (cpu)")
-    found.add_argument("--output_dir", default="runs/reproduce", help="folder for runs and results (runs/reproduce)")
-    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (0 1 2)")
-    found.add_argument("--n_trials", type=int, default=5, help="runs of each arm's search; 0: recipes' settings (5)")
+    found.add_argument(
+        "--scale", choices=SCALES, default="cpu", help="size of models and data (cpu)"
+    )
+    found.add_argument(
+        "--output_dir",
+        default="runs/reproduce",
+        help="folder for runs and results (runs/reproduce)",
+    )
+    found.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (0 1 2)"
+    )
+    found.add_argument(
+        "--n_trials",
+        type=int,
+        default=5,
+        help="runs of each arm's search; 0: recipes' settings (5)",
+    )
     arms = "ways of training (all); ablations have theirs"
     found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help=arms)
     names = "only the panels with one of these parts in their name"
@@ -60,8 +74,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="[ARM.]NAME=VALUE",
         help="set in every run, or in those of an arm, and not searched",
     )
-    found.add_argument("--dry_run", action="store_true", help="list the commands and what is finished; run nothing")
-    found.add_argument("--collect_only", action="store_true", help="collect the panels that are finished; run nothing")
+    found.add_argument(
+        "--dry_run", action="store_true", help="list the commands and what is finished; run nothing"
+    )
+    found.add_argument(
+        "--collect_only",
+        action="store_true",
+        help="collect the panels that are finished; run nothing",
+    )
     return found
 
 
@@ -80,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = command.parse_args(argv)
     data, seeds = {name: paths for name, *paths in args.data}, tuple(dict.fromkeys(args.seeds))
     folder = Path(args.output_dir) / args.scale
-    options = Options(SCALES[args.scale], folder, dict(args.model), data, seeds, args.n_trials, dict(args.set))
+    options = Options(
+        SCALES[args.scale], folder, dict(args.model), data, seeds, args.n_trials, dict(args.set)
+    )
     for mistake in mistakes(options):
         command.error(mistake)
     found, left_out = [], {}
@@ -96,7 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             found.append(panel)
     if not found:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        raise ValueError(f"Nothing is left of {args.table} ({why or 'no panel has this in its name'}).")
+        raise ValueError(
+            f"Nothing is left of {args.table} ({why or 'no panel has this in its name'})."
+        )
     for job in jobs(found, options):
         if job.kind in ("tune", "train"):  # a mistaken setting is not to be found out hours later
             cli.parse_arguments(job.words)
@@ -115,8 +139,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def mistakes(options: Options) -> list[str]:
     """What is wrong with names and paths; of the settings the commands say it."""
-    found = [f"`--model {name}`: the names are {', '.join(MODELS)}." for name in options.models.keys() - MODELS]
-    found += [f"`--data {name}`: the names are {', '.join(sorted(DATA))}." for name in options.data.keys() - DATA]
+    found = [
+        f"`--model {name}`: the names are {', '.join(MODELS)}."
+        for name in options.models.keys() - MODELS
+    ]
+    found += [
+        f"`--data {name}`: the names are {', '.join(sorted(DATA))}."
+        for name in options.data.keys() - DATA
+    ]
     for given in options.settings:
         arm, dot, _ = given.rpartition(".")
         if dot and arm not in ARMS:

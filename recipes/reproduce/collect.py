@@ -17,10 +17,16 @@ from .runner import Options, facts, jobs, study
 
 
 # Command -> the paper's summary of a noise curve, with its name there.
-SUMMARIES = {"classify": ("auc", "AUC"), "denoise": ("mean_over_levels", "mean RMSE"), "sft": ("auc", "AUC")}
+SUMMARIES = {
+    "classify": ("auc", "AUC"),
+    "denoise": ("mean_over_levels", "mean RMSE"),
+    "sft": ("auc", "AUC"),
+}
 
 
-def collect(table: str, panels: Sequence[Panel], options: Options, left_out: Mapping[str, str]) -> Path:
+def collect(
+    table: str, panels: Sequence[Panel], options: Options, left_out: Mapping[str, str]
+) -> Path:
     """Writes `results.json`, `results.md` and each panel's comparison and figures; returns their folder.
 
     Args:
@@ -33,7 +39,11 @@ def collect(table: str, panels: Sequence[Panel], options: Options, left_out: Map
     result = {
         "table": table,
         "title": TABLES[table]["title"],
-        **{name: value for name, value in asdict(options).items() if name not in ("scale", "folder")},
+        **{
+            name: value
+            for name, value in asdict(options).items()
+            if name not in ("scale", "folder")
+        },
         "runs": [each for index, each in enumerate(made) if each not in made[:index]],
         "panels": [compared(panel, options, folder / panel.name) for panel in panels],
         "left_out": dict(left_out),
@@ -46,15 +56,23 @@ def collect(table: str, panels: Sequence[Panel], options: Options, left_out: Map
 def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
     """What is known of each way of training, and how it differs from the first; figures go into `folder`."""
     seeds = options.seeds
-    folders = {row: [str(options.results_folder(way, seed)) for seed in seeds] for row, way in panel.ways.items()}
+    folders = {
+        row: [str(options.results_folder(way, seed)) for seed in seeds]
+        for row, way in panel.ways.items()
+    }
     runs = {row: [Run.load(each) for each in found] for row, found in folders.items()}
     verdicts, figures = [], []
     if len(folders) > 1:  # `--arms` may leave one
         comparison = compare(folders)
-        figures = [name for name in save_comparison(comparison, str(folder)) if name.endswith(".png")]
+        figures = [
+            name for name in save_comparison(comparison, str(folder)) if name.endswith(".png")
+        ]
         verdicts = [str(each) for each in comparison.differences]
     # The descent is compared at the greatest shared level at which a run was trained, or at the least.
-    levels, trained = shared_levels(runs), {run.gamma_train for found in runs.values() for run in found}
+    levels, trained = (
+        shared_levels(runs),
+        {run.gamma_train for found in runs.values() for run in found},
+    )
     level = max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))
     summary, title = SUMMARIES[next(iter(panel.ways.values())).command]
     rows = {}
@@ -95,7 +113,9 @@ def published(way: Way) -> float | None:
 
 def render(result: Mapping[str, Any]) -> str:
     """The results as Markdown; figures are links relative to the folder of the results."""
-    made = "; ".join(f"commit {run['commit']}, {run['date']}, {run['machine']}" for run in result["runs"])
+    made = "; ".join(
+        f"commit {run['commit']}, {run['date']}, {run['machine']}" for run in result["runs"]
+    )
     lines = [
         f"# {result['title']}",
         "",
@@ -108,7 +128,12 @@ def render(result: Mapping[str, Any]) -> str:
     for panel in result["panels"]:
         lines += ["", f"## {panel['name']}", "", *_panel(panel)]
     if result["left_out"]:
-        lines += ["", "## Left out", "", *(f"- {name}: {why}" for name, why in result["left_out"].items())]
+        lines += [
+            "",
+            "## Left out",
+            "",
+            *(f"- {name}: {why}" for name, why in result["left_out"].items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -117,17 +142,28 @@ def _panel(panel: Mapping[str, Any]) -> list[str]:
     first = next(iter(rows.values()))
     gammas = first["gammas"]
     few = sorted({0, len(gammas) // 2, len(gammas) - 1})
-    header = ["", f"{panel['summary']} over [{gammas[0]:g}, {gammas[-1]:g}]", "average over the range"]
+    header = [
+        "",
+        f"{panel['summary']} over [{gammas[0]:g}, {gammas[-1]:g}]",
+        "average over the range",
+    ]
     header += [f"{panel['metric']} at {gammas[index]:g}" for index in few]
     header += ["feasible", "step time", "published"]
     lines = [_row(header), "|---" * len(header) + "|"]
     for name, row in rows.items():
         metric = np.array(row["metric"])  # [seeds, levels]
         known = [value for value in row["feasible"] if value is not None]
-        cells = [name, _spread(row["summary"]), _spread(row["average"]), *(_spread(metric[:, index]) for index in few)]
+        cells = [
+            name,
+            _spread(row["summary"]),
+            _spread(row["average"]),
+            *(_spread(metric[:, index]) for index in few),
+        ]
         cells.append(f"{sum(known)} of {len(known)}" if known else "")
         timed = None not in row["step_seconds"] + first["step_seconds"]
-        cells.append(f"x{np.mean(row['step_seconds']) / np.mean(first['step_seconds']):.2f}" if timed else "")
+        cells.append(
+            f"x{np.mean(row['step_seconds']) / np.mean(first['step_seconds']):.2f}" if timed else ""
+        )
         cells.append("" if row["published"] is None else f"{row['published']:g}")
         lines.append(_row(cells))
     lines += ["", *(f"- {text}" for text in panel["verdicts"])]
@@ -135,7 +171,9 @@ def _panel(panel: Mapping[str, Any]) -> list[str]:
         if row["search"]:
             best, gamma = row["search"]["trials"][0], row["search"]["gamma"]
             feasible = {None: "", True: ", feasible", False: ", not feasible"}[best["feasible"]]
-            lines.append(f"- {name}: {_listed(best['settings'])} ({best['value']:.4g} at {gamma:g}{feasible}).")
+            lines.append(
+                f"- {name}: {_listed(best['settings'])} ({best['value']:.4g} at {gamma:g}{feasible})."
+            )
     return [*lines, "", *(f"![{name}]({panel['name']}/{name})" for name in panel["figures"])]
 
 
@@ -150,4 +188,6 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in values.items())
+    return ", ".join(
+        f"{name} {v:.3g}" if isinstance(v, float) else f"{name} {v}" for name, v in values.items()
+    )

@@ -9,8 +9,12 @@ from typing import Any
 import yaml
 
 
-EXPERIMENTS = yaml.safe_load(Path(__file__).with_name("experiments.yaml").read_text(encoding="utf-8"))
-ARMS, MODELS, TABLES, SCALES = (EXPERIMENTS[name] for name in ("arms", "models", "tables", "scales"))
+EXPERIMENTS = yaml.safe_load(
+    Path(__file__).with_name("experiments.yaml").read_text(encoding="utf-8")
+)
+ARMS, MODELS, TABLES, SCALES = (
+    EXPERIMENTS[name] for name in ("arms", "models", "tables", "scales")
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class Way:
     @property
     def name(self) -> str:
         """Its folder below that of all runs."""
-        return f"{self.setting}/{self.arm}-gamma{self.gamma:g}" + "".join(f"-{k}-{v}" for k, v in self.changes)
+        return f"{self.setting}/{self.arm}-gamma{self.gamma:g}" + "".join(
+            f"-{k}-{v}" for k, v in self.changes
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,10 @@ def panels(table: str, scale: dict[str, Any], arms: Sequence[str] = tuple(ARMS))
     spec = TABLES[table]
     for model in dict.fromkeys(scale["stand_ins"].get(name, name) for name in spec["models"]):
         of_command, depths = scale[MODELS[model]["command"]], scale["depths"].get(model, [None])
-        levels, data = of_command["gammas"], [name for name in of_command["data"] if name in MODELS[model]["recipes"]]
+        levels, data = (
+            of_command["gammas"],
+            [name for name in of_command["data"] if name in MODELS[model]["recipes"]],
+        )
         ways = [(arm, {}) for arm in arms]
         if "ways" in spec:
             ways, depths, levels = spec["ways"], depths[-1:], levels[-1:]
@@ -72,8 +81,12 @@ def panels(table: str, scale: dict[str, Any], arms: Sequence[str] = tuple(ARMS))
             rows = {}
             for arm, changes in ways:
                 arm = "erm" if gamma == 0 and arm == "erm+noise" else arm  # which it then is
-                row = ", ".join([arm, *(f"{setting} {value:g}" for setting, value in changes.items())])
-                rows[row] = Way(model, name, arm, 0.0 if arm == "erm" else gamma, layers, tuple(changes.items()))
+                row = ", ".join(
+                    [arm, *(f"{setting} {value:g}" for setting, value in changes.items())]
+                )
+                rows[row] = Way(
+                    model, name, arm, 0.0 if arm == "erm" else gamma, layers, tuple(changes.items())
+                )
             ending = f"-{table}" if "ways" in spec else ""
             yield Panel(f"{next(iter(rows.values())).setting}-gamma{gamma:g}{ending}", rows)
 

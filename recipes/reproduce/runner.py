@@ -68,7 +68,11 @@ class Options:
         """What the command line would have to give for this way of training, where it does not."""
         if way.data not in self.data and (way.command == "denoise" or self.scale["needs_paths"]):
             return f"--data {way.data}"
-        if way.model not in self.models and way.model not in ("ut", "dust") and self.scale["needs_paths"]:
+        if (
+            way.model not in self.models
+            and way.model not in ("ut", "dust")
+            and self.scale["needs_paths"]
+        ):
             return f"--model {way.model}"
         return None
 
@@ -102,7 +106,11 @@ class Job:
         """Whether this very command ran to its end; ValueError where the folder holds another one's model or trials.
         Evaluations and answers are just made again."""
         record = self.record()
-        if record.get("finished") and record["words"] != self.words and self.kind in ("tune", "train"):
+        if (
+            record.get("finished")
+            and record["words"] != self.words
+            and self.kind in ("tune", "train")
+        ):
             raise ValueError(
                 f"{self.folder} was made by `{shlex.join(record['words'])}`, and this would be "
                 f"`{shlex.join(self.words)}`: remove that folder, or name another `--output_dir`."
@@ -116,7 +124,10 @@ class Job:
             more = ["--overwrite_output_dir", "true"]
             if self.record().get("words") == self.words:
                 with contextlib.suppress(ValueError):  # there is none
-                    more = ["--resume_from_checkpoint", newest_complete_checkpoint(str(self.folder))]
+                    more = [
+                        "--resume_from_checkpoint",
+                        newest_complete_checkpoint(str(self.folder)),
+                    ]
         elif self.kind.startswith("answers"):  # `generate` writes over none
             (self.folder / f"{self.kind}.json").unlink(missing_ok=True)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +137,10 @@ class Job:
         cli.main([*self.words, *more])
         self._write(record | {"finished": True, "seconds": round(time.perf_counter() - start, 1)})
         if self.kind in ("tune", "train"):
-            for path in [*self.folder.rglob("checkpoint-*"), *self.folder.glob("trial-*/*.safetensors")]:
+            for path in [
+                *self.folder.rglob("checkpoint-*"),
+                *self.folder.glob("trial-*/*.safetensors"),
+            ]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -137,14 +151,17 @@ def facts() -> dict[str, Any]:
     """Commit (with a plus where the package or the recipes differ from it), date, versions and machine."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", RECIPES, *words], capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", RECIPES, *words], capture_output=True, text=True
+        ).stdout.strip()
 
     changed = git("status", "--porcelain", "-uno", "--", ".", "../hf_descent")
     machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     return {
-        "commit": (git("rev-parse", "--short", "HEAD") or "not a checkout") + ("+" if changed else ""),
+        "commit": (git("rev-parse", "--short", "HEAD") or "not a checkout")
+        + ("+" if changed else ""),
         "date": time.strftime("%Y-%m-%d"),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "machine": machine,
@@ -161,13 +178,18 @@ def jobs(panels: Sequence[Panel], options: Options) -> Iterator[Job]:
     for way in dict.fromkeys(searched(way, options.scale) for way in ways):
         if search_space(way, options):  # else trials would differ in nothing
             yield tune_job(way, options)
-    for seed in options.seeds:  # outside, so that what is there after an interruption can be compared
+    for (
+        seed
+    ) in options.seeds:  # outside, so that what is there after an interruption can be compared
         for way in ways:
             yield train_job(way, seed, options)
             yield evaluate_job(way, seed, options)
     for way in ways:
         if way.command == "sft":
-            yield from (answer_job(way, gamma, options) for gamma in (0.0, options.scale[way.command]["gammas"][-1]))
+            yield from (
+                answer_job(way, gamma, options)
+                for gamma in (0.0, options.scale[way.command]["gammas"][-1])
+            )
 
 
 def flags(way: Way, options: Options) -> dict[str, Any]:
@@ -190,7 +212,12 @@ def flags(way: Way, options: Options) -> dict[str, Any]:
         raise ValueError(
             f"`--set {min(fixed)}=...`: leave it out; the table and the other flags say which runs there are."
         )
-    return {**options.scale[way.command]["settings"], **own, **model.get("settings", {}), **options.set_for(way)}
+    return {
+        **options.scale[way.command]["settings"],
+        **own,
+        **model.get("settings", {}),
+        **options.set_for(way),
+    }
 
 
 def search_space(way: Way, options: Options) -> dict[str, Sequence[float]]:
@@ -211,7 +238,9 @@ def study(way: Way, options: Options) -> dict[str, Any]:
 def same_for_all(command: str) -> set[str]:
     """Settings that say which rows and batches are evaluated."""
     data_arguments = importlib.import_module(f"hf_descent.commands.{command}").argument_types[1]
-    return {each.name for each in dataclasses.fields(data_arguments)} | {"per_device_eval_batch_size"}
+    return {each.name for each in dataclasses.fields(data_arguments)} | {
+        "per_device_eval_batch_size"
+    }
 
 
 def tune_job(way: Way, options: Options) -> Job:
@@ -223,7 +252,10 @@ def tune_job(way: Way, options: Options) -> Job:
 
 def train_job(way: Way, seed: int, options: Options) -> Job:
     """With the settings of the best trial; without these as long as the search is still to be made."""
-    folder, trials = options.run_folder(way, seed), study(way, options).get("trials", [{"settings": {}}])
+    folder, trials = (
+        options.run_folder(way, seed),
+        study(way, options).get("trials", [{"settings": {}}]),
+    )
     given = flags(way, options) | trials[0]["settings"] | dict(way.changes)
     if way.command != "denoise":  # which reports its RMSE on validation rows at these levels
         # `evaluate` follows. A level makes a run without noise measure sigma before training, as those with noise do.
@@ -235,12 +267,20 @@ def train_job(way: Way, seed: int, options: Options) -> Job:
 def evaluate_job(way: Way, seed: int, options: Options) -> Job:
     """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
     scale, folder = options.scale[way.command], options.run_folder(way, seed)
-    given = {name: value for name, value in flags(way, options).items() if name in same_for_all(way.command)}
+    given = {
+        name: value
+        for name, value in flags(way, options).items()
+        if name in same_for_all(way.command)
+    }
     levels, last = scale["gammas"], scale["eval_gammas"][-1]
-    trained = (way.gamma, levels[-1]) if way.gamma else levels  # runs without noise stand beside all others
+    trained = (
+        (way.gamma, levels[-1]) if way.gamma else levels
+    )  # runs without noise stand beside all others
     given |= {"eval_gammas": scale["eval_gammas"], "profile_gammas": sorted({0.0, *trained, last})}
     given |= {"draws": scale["draws"], "results_dir": options.results_folder(way, seed).parent}
-    return Job(["evaluate", str(folder), "--config", recipe(way), *words(given)], folder, "evaluate")
+    return Job(
+        ["evaluate", str(folder), "--config", recipe(way), *words(given)], folder, "evaluate"
+    )
 
 
 def answer_job(way: Way, gamma: float, options: Options) -> Job:
@@ -263,5 +303,8 @@ def words(given: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in given.items():
         values = value if isinstance(value, list | tuple) else [value]
-        found += [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]
+        found += [
+            f"--{name}",
+            *(str(each).lower() if isinstance(each, bool) else str(each) for each in values),
+        ]
     return found

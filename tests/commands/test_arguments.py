@@ -13,7 +13,12 @@ from hf_descent.data.video import VideoArguments
 
 
 COUNTS = ("batch_size", "max_new_tokens")
-LEVELS = {"eval_gammas": [0.0, -1.0], "profile_gammas": [-1.0], "perturbation_rates": [0.5, 2.0], "confidence": 95.0}
+LEVELS = {
+    "eval_gammas": [0.0, -1.0],
+    "profile_gammas": [-1.0],
+    "perturbation_rates": [0.5, 2.0],
+    "confidence": 95.0,
+}
 NOISE = {"draws": 0, "per_device_eval_batch_size": 0, "noise_seed": -1, "noise_sigma": 0.0}
 DENOISER = {"architecture": "unet", "loss_gamma": 0.0, "noise_draws": 0}
 VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
@@ -23,7 +28,11 @@ VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
     ("arguments", "given", "refused"),
     [
         (evaluate.EvaluateArguments, {}, LEVELS | NOISE),
-        (exit.ExitArguments, {}, dict.fromkeys((*COUNTS, "repeats", "prompts", "prompt_length"), 0)),
+        (
+            exit.ExitArguments,
+            {},
+            dict.fromkeys((*COUNTS, "repeats", "prompts", "prompt_length"), 0),
+        ),
         (exit.ExitArguments, {}, {"max_loss": -0.1}),
         (generate.GenerateArguments, {"output": "a"}, dict.fromkeys((*COUNTS, "max_samples"), 0)),
         (generate.GenerateArguments, {"output": "a"}, {"gamma": -1.0, "seed": -1}),
@@ -37,12 +46,16 @@ VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
 )
 def test_what_is_out_of_range_is_refused(arguments, given, refused):
     for name, value in refused.items():
-        with pytest.raises(ValueError, match=rf"`{name}` is {re.escape(repr(value))}; (give|choose) "):
+        with pytest.raises(
+            ValueError, match=rf"`{name}` is {re.escape(repr(value))}; (give|choose) "
+        ):
             arguments(**given | {name: value})
 
 
 def test_nothing_is_written_before(tmp_path):
     for command, flag in (("exit", "--output_dir"), ("generate", "--output")):
         with pytest.raises(ValueError, match="`batch_size` is 0; give at least 1"):
-            cli.main([command, str(tmp_path / "none"), flag, str(tmp_path / "out"), "--batch_size", "0"])
+            cli.main(
+                [command, str(tmp_path / "none"), flag, str(tmp_path / "out"), "--batch_size", "0"]
+            )
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,8 @@ def folders(tmp_path):
     generator = np.random.default_rng(0)
     return {
         (name, seed): save_run(
-            tmp_path / f"{name}-{seed}", make_run(mean + 0.01 * generator.random(6), objective=name, seed=seed)
+            tmp_path / f"{name}-{seed}",
+            make_run(mean + 0.01 * generator.random(6), objective=name, seed=seed),
         )
         for name, mean in (("erm", 0.5), ("descent", 0.7))
         for seed in (1, 2, 3)
@@ -33,7 +34,9 @@ def test_table_verdict_and_files(folders, tmp_path, capsys):
 
 
 def test_groups_can_be_named(folders, tmp_path, capsys):
-    named = [f"{'plain' if name == 'erm' else 'ours'}={folder}" for (name, _), folder in folders.items()]
+    named = [
+        f"{'plain' if name == 'erm' else 'ours'}={folder}" for (name, _), folder in folders.items()
+    ]
     cli.main(["compare", *named, "--baseline", "ours", "--output_dir", str(tmp_path / "out")])
     assert "plain against ours: plain is worse" in capsys.readouterr().out
     with pytest.raises(ValueError, match="all of them as GROUP=RUN, or none"):
@@ -57,6 +60,16 @@ def test_another_curve_is_compared_at_another_confidence(folders, tmp_path, caps
         accuracies = np.linspace(0.4, 0.5, 6) + 0.2 * (name == "erm") + 0.01 * seed
         make_curve(accuracies).to_json(f"{folder}/typos_curve.json")
     words = [f"{name}={folder}" if named else folder for (name, _), folder in folders.items()]
-    words += ["--curve", "typos_curve", "--confidence", "0.9", "--output_dir", str(tmp_path / "out")]
+    words += [
+        "--curve",
+        "typos_curve",
+        "--confidence",
+        "0.9",
+        "--output_dir",
+        str(tmp_path / "out"),
+    ]
     cli.main(["compare", *words])
-    assert "descent against erm: descent is worse, statistically significant at 90 %" in capsys.readouterr().out
+    assert (
+        "descent against erm: descent is worse, statistically significant at 90 %"
+        in capsys.readouterr().out
+    )

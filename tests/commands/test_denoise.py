@@ -27,7 +27,12 @@ def workplace(tmp_path_factory):
     write_video(folder / "train.avi", 60, 1)
     write_video(folder / "test.avi", 12, 2)
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
+    sizes = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 32,
+    }
     ViTModel(ViTConfig(hidden_size=48, patch_size=4, **sizes)).save_pretrained(folder / "vit")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
     return folder
@@ -38,7 +43,10 @@ def smoke(workplace, tmp_path):
     """Runs the README's command of a smoke recipe on the small videos, and gives its output folder."""
 
     def run(recipe, *flags):
-        argv = [str(workplace / word) if word.endswith(".avi") else word for word in smoke_command(recipe)]
+        argv = [
+            str(workplace / word) if word.endswith(".avi") else word
+            for word in smoke_command(recipe)
+        ]
         argv = [str(workplace / "vit") if word == "path/to/vit" else word for word in argv]
         cli.main([*argv, "--output_dir", str(tmp_path / "out"), *flags])
         return tmp_path / "out"
@@ -66,18 +74,33 @@ def test_smoke_recipes_run(smoke, recipe, capsys):
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     folder = smoke("video-dust/erm.yaml")
     assert results_of(folder, "noise_curve")["values"][0][0] == results_of(folder)["test_rmse@0"]
-    assert results_of(folder, "layer_profile")["losses"][2] == results_of(folder)["test_layer_loss_3"]
+    assert (
+        results_of(folder, "layer_profile")["losses"][2] == results_of(folder)["test_layer_loss_3"]
+    )
     model = AutoModelForImageToImage.from_pretrained(folder).eval()
-    args = VideoArguments(train_files=[str(workplace / "test.avi")], validation_percentage=34, **SIZES)
+    args = VideoArguments(
+        train_files=[str(workplace / "test.avi")], validation_percentage=34, **SIZES
+    )
     errors = []
     for split in load_clips(args).values():
         clean = PatchTask(8).rows(split)[:]["pixel_values"].float() / 255
         errors.append((model(clean).logits - clean).square().detach())
-    assert results_of(folder)["test_rmse@0"] == pytest.approx(255 * torch.cat(errors).mean().sqrt().item(), rel=1e-4)
+    assert results_of(folder)["test_rmse@0"] == pytest.approx(
+        255 * torch.cat(errors).mean().sqrt().item(), rel=1e-4
+    )
 
 
 def test_training_beats_the_noisy_input_and_constraints_hold(smoke):
-    flags = ["--max_steps", "200", "--save_strategy", "no", "--attention_step", "0.4", "--learning_rate", "3e-4"]
+    flags = [
+        "--max_steps",
+        "200",
+        "--save_strategy",
+        "no",
+        "--attention_step",
+        "0.4",
+        "--learning_rate",
+        "3e-4",
+    ]
     folder = smoke("video-ut/descent.yaml", *flags)
     results = results_of(folder)
     assert results["validation_max_violation"] < 0
@@ -88,13 +111,18 @@ def test_training_beats_the_noisy_input_and_constraints_hold(smoke):
 @pytest.mark.parametrize("limit", [None, 10])
 def test_rows_are_drawn_at_random(workplace, limit):
     args = VideoArguments(
-        train_files=[str(workplace / "train.avi")], max_train_samples=limit, max_eval_samples=limit, **SIZES
+        train_files=[str(workplace / "train.avi")],
+        max_train_samples=limit,
+        max_eval_samples=limit,
+        **SIZES,
     )
     for split, clips in load_clips(args).items():
         rows = PatchTask(8).rows(clips)
         drawn, in_order = (each[:]["pixel_values"] for each in (args.draw(split, rows), rows))
         places = np.random.default_rng(0).permutation(len(rows))[:limit]
-        assert torch.equal(drawn, in_order[places]) and not torch.equal(drawn, in_order[: len(drawn)])
+        assert torch.equal(drawn, in_order[places]) and not torch.equal(
+            drawn, in_order[: len(drawn)]
+        )
 
 
 @pytest.mark.parametrize("recipe", ["video-ut", "video-vit"])
@@ -102,7 +130,9 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
     folder = smoke(f"{recipe}/descent.yaml", "--max_steps", "2")
     videos = {f"{name}_files": [str(workplace / f"{name}.avi")] for name in ("train", "test")}
     flags = [
-        word for name, value in {**videos, **SIZES}.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))
+        word
+        for name, value in {**videos, **SIZES}.items()
+        for word in (f"--{name}", *map(str, np.atleast_1d(value)))
     ]
     cli.main(["evaluate", str(folder), *flags, "--perturbation_rates", "0", "0.5", "--draws", "1"])
     found = results_of(folder, "salt_and_pepper_curve")["values"]
@@ -113,10 +143,13 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
     for rate, value in zip((0.0, 0.5), found):
         errors = []
         for number, row in enumerate(rows):
-            generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=noise_key(0, rate, number)))
+            generator = np.random.default_rng(
+                np.random.SeedSequence(0, spawn_key=noise_key(0, rate, number))
+            )
             dead = torch.from_numpy(salt_and_pepper(row, rate, generator)["pixel_values"])
             given, clean = (
-                task.collate([{"pixel_values": each}])["pixel_values"] for each in (dead, row["pixel_values"])
+                task.collate([{"pixel_values": each}])["pixel_values"]
+                for each in (dead, row["pixel_values"])
             )
             with torch.no_grad():
                 errors.append((model(given).logits - clean).square().mean().item())
@@ -125,10 +158,28 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
 
 def test_tuning_reads_no_test_videos(workplace, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_descent.evaluation.comparison.Run.load", lambda folder: 1 / 0)
-    videos = ["--train_files", str(workplace / "train.avi"), "--test_files", "unreadable.avi", "--split_gap", "0"]
-    flags = ["--split_by", "time", "--max_steps", "1", "--output_dir", str(tmp_path), "--n_trials", "1"]
+    videos = [
+        "--train_files",
+        str(workplace / "train.avi"),
+        "--test_files",
+        "unreadable.avi",
+        "--split_gap",
+        "0",
+    ]
+    flags = [
+        "--split_by",
+        "time",
+        "--max_steps",
+        "1",
+        "--output_dir",
+        str(tmp_path),
+        "--n_trials",
+        "1",
+    ]
     with pytest.raises(ZeroDivisionError):
-        cli.main(["tune", "denoise", "--config", str(SMOKE / "video-ut/descent.yaml"), *videos, *flags])
+        cli.main(
+            ["tune", "denoise", "--config", str(SMOKE / "video-ut/descent.yaml"), *videos, *flags]
+        )
     assert not any(name.startswith("test") for name in results_of(tmp_path / "trial-0"))
 
 
@@ -136,7 +187,9 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
     args = VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES | {"split_gap": 4})
     clips = load_clips(args)["train"]
     expected = np.stack(clips.with_format("numpy")["frames"][:]).astype(float).std() / 255
-    assert measure_sigma(PatchTask(8).rows(clips), PatchTask(8)) == pytest.approx(expected, rel=1e-5)
+    assert measure_sigma(PatchTask(8).rows(clips), PatchTask(8)) == pytest.approx(
+        expected, rel=1e-5
+    )
     assert clips["start"][-1] == 44  # 12 clips
     black = PatchTask(8).rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}))
     with pytest.raises(ValueError, match="clean signal has variance 0"):
@@ -149,7 +202,10 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
         ({"architecture": "vit"}, "needs a pretrained encoder"),
         ({"architecture": "ut", "model_name_or_path": "x"}, "the others take none"),
         ({"architecture": "ut", "num_layers": 0}, "`num_layers` is 0; give at least 1"),
-        ({"architecture": "ut", "attention_step": 3.0}, "`attention_step` is 3.0; give numbers from"),
+        (
+            {"architecture": "ut", "attention_step": 3.0},
+            "`attention_step` is 3.0; give numbers from",
+        ),
         ({"architecture": "dust", "sparsity": -1.0}, "`sparsity` is -1.0"),
     ],
 )
@@ -160,17 +216,24 @@ def test_bad_arguments_are_refused(values, match):
 
 def test_patches_that_do_not_fill_a_frame_are_refused(workplace):
     clips = load_clips(VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES))["train"]
-    with pytest.raises(ValueError, match="`patch_size` is 7; give one that divides `frame_size`, 32"):
+    with pytest.raises(
+        ValueError, match="`patch_size` is 7; give one that divides `frame_size`, 32"
+    ):
         PatchTask(7).rows(clips)
 
 
 def test_damaged_weights_are_named(workplace, tmp_path):
     shutil.copytree(workplace / "vit", tmp_path / "vit")
-    args, task = ModelArguments("vit", model_name_or_path=str(tmp_path / "vit")), ImageTask(str(tmp_path / "vit"))
+    args, task = (
+        ModelArguments("vit", model_name_or_path=str(tmp_path / "vit")),
+        ImageTask(str(tmp_path / "vit")),
+    )
     row = {"pixel_values": torch.zeros(32, 32, dtype=torch.uint8)}
     build_model(args, task, 0.5, row).save_pretrained(tmp_path / "run")
     for name in ("vit", "run"):
-        (tmp_path / name / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+        (tmp_path / name / "model.safetensors").write_bytes(
+            b"version https://git-lfs.github.com/spec/v1"
+        )
     with pytest.raises(ValueError, match="vit' are damaged"):
         build_model(args, task, 0.5, row)
     with pytest.raises(ValueError, match="run' are damaged"):

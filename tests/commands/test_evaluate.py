@@ -52,14 +52,27 @@ def workplace(tmp_path_factory):
 
 def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     names = [str(workplace / f"run-{seed}") for seed in (0, 1)]
-    flags = ["--draws", "2", "--perturbation_rates", "0", "0.5", "--noise_seed", "3", "--confidence", "0.9"]
+    flags = [
+        "--draws",
+        "2",
+        "--perturbation_rates",
+        "0",
+        "0.5",
+        "--noise_seed",
+        "3",
+        "--confidence",
+        "0.9",
+    ]
     cli.main(["evaluate", *names, "--config", str(workplace / "recipe.yaml"), *flags])
     printed = capsys.readouterr().out
     curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
     tokenizer = AutoTokenizer.from_pretrained(names[1])
     rows = [line.rsplit(",", 1) for line in (workplace / "rows.csv").read_text().splitlines()[1:]]
     rows = [
-        {**tokenizer(text, truncation=True, max_length=3), "labels": 1 - int(label)}  # as the model names its classes
+        {
+            **tokenizer(text, truncation=True, max_length=3),
+            "labels": 1 - int(label),
+        }  # as the model names its classes
         for text, label in rows
     ]
     data = Dataset.from_list(rows).shuffle(seed=0)
@@ -81,16 +94,28 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert str(certificate) in printed and certificate.confidence == 0.9
     assert certificate.multipliers == [0.0, 0.25, 0.5] and not certificate.also_selected
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
-    cli.main(["compare", f"plain={names[0]}", f"ours={names[1]}", "--output_dir", str(workplace / "comparison")])
+    cli.main(
+        [
+            "compare",
+            f"plain={names[0]}",
+            f"ours={names[1]}",
+            "--output_dir",
+            str(workplace / "comparison"),
+        ]
+    )
     assert "ours against plain: open" in capsys.readouterr().out
 
 
-def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace, monkeypatch):
+def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(
+    workplace, monkeypatch
+):
     name = workplace / "run-1"
     argv = ["evaluate", str(name), "--config", str(workplace / "recipe.yaml"), "--draws", "1"]
     argv += ["--eval_gammas", "0", "1"]
     cli.main([*argv, "--profile_gammas", "0", "0.25", "0"])
-    clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
+    clean, noisy = (
+        LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25")
+    )
     assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
     assert Certificate.from_json(name / "verdict_gamma_0.25.json").gamma == 0.25
     results = ("layer_", "verdict", "noise_curve")
@@ -104,7 +129,9 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     recipe = (workplace / "recipe.yaml").read_text().replace("test_file", "validation_file")
     (workplace / "validation.yaml").write_text(recipe)
     cli.main([*argv, "--config", str(workplace / "validation.yaml"), "--profile_gammas", "0"])
-    assert Certificate.from_json(name / "verdict.json").also_selected  # these rows may have chosen the checkpoint
+    assert Certificate.from_json(
+        name / "verdict.json"
+    ).also_selected  # these rows may have chosen the checkpoint
     rows, others = f"{workplace}/rows.csv", f"{workplace}/others.csv"
     for record, given, marked in (
         ({"train_file": rows}, [], True),
@@ -113,12 +140,18 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
         ({"train_file": rows, "validation_file": others}, ["--train_file", rows], True),
     ):
         (name / "_data.json").write_text(json.dumps(record))
-        recipe = ["evaluate", str(name), "--max_seq_length", "3", "--eval_gammas", "0"] if given else argv
+        recipe = (
+            ["evaluate", str(name), "--max_seq_length", "3", "--eval_gammas", "0"]
+            if given
+            else argv
+        )
         cli.main([*recipe, *given, "--profile_gammas", "0"])
         assert Certificate.from_json(name / "verdict.json").also_selected == marked
     (name / "_data.json").unlink()
     cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5"])
-    assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
+    assert {file.name for file in name.glob("layer_profile*")} == {
+        f"layer_profile_gamma_{x}.json" for x in (1, 2)
+    }
     assert not (name / "verdict.json").exists()
     assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
 
@@ -133,15 +166,29 @@ def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, mo
     shutil.copytree(workplace / "run-1", repository / "snapshots" / ("0" * 40))
     flags = ["--draws", "1", "--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
     cli.main(["evaluate", "someone/run", "--config", str(workplace / "recipe.yaml"), *flags])
-    assert Certificate.from_json(tmp_path / "results" / "run" / "verdict_gamma_0.5.json").gamma == 0.5
-    assert NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
-    found, local = Run.load(str(tmp_path / "results" / "run")), RunFolder(workplace / "run-1").summary
+    assert (
+        Certificate.from_json(tmp_path / "results" / "run" / "verdict_gamma_0.5.json").gamma == 0.5
+    )
+    assert (
+        NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
+    )
+    found, local = (
+        Run.load(str(tmp_path / "results" / "run")),
+        RunFolder(workplace / "run-1").summary,
+    )
     assert found.seed == 4 and found.summary["arguments"] == local["arguments"]
 
 
 def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, tmp_path):
     plain = shutil.copytree(workplace / "run-0", tmp_path / "run-1")
-    flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
+    flags = [
+        "--config",
+        str(workplace / "recipe.yaml"),
+        "--draws",
+        "1",
+        "--results_dir",
+        str(tmp_path / "results"),
+    ]
     cli.main(["evaluate", str(workplace / "run-1"), *flags])
     assert Run.load(str(tmp_path / "results" / "run-1")).summary["objective"] == "descent"
     cli.main(["evaluate", str(plain), *flags])
@@ -156,7 +203,12 @@ def test_completions_of_a_language_model(tmp_path):
     model.save_pretrained(tmp_path / "model")
     rows = [{"instruction": f"w7 w{i}", "input": "", "output": f"w8 w{i} w9"} for i in range(1, 11)]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    flags = ["--train_file", str(tmp_path / "rows.json"), "--test_file", str(tmp_path / "rows.json")]
+    flags = [
+        "--train_file",
+        str(tmp_path / "rows.json"),
+        "--test_file",
+        str(tmp_path / "rows.json"),
+    ]
     flags += ["--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
     with pytest.raises(ValueError, match="there are no typing errors for completions"):
         cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
@@ -176,8 +228,12 @@ def test_completions_of_a_language_model(tmp_path):
     assert curve.metric == "accuracy"
     assert curve.blocks[:, 0, 0, 1].sum() == count
     assert curve.values[0, 0] == pytest.approx(right / count)
-    (tmp_path / "model" / "descent_config.json").write_text('{"arguments": {"truncation_mode": "keep_end"}}')
-    with pytest.raises(ValueError, match="labels of `assistant_only_loss` or `truncation_mode` need"):
+    (tmp_path / "model" / "descent_config.json").write_text(
+        '{"arguments": {"truncation_mode": "keep_end"}}'
+    )
+    with pytest.raises(
+        ValueError, match="labels of `assistant_only_loss` or `truncation_mode` need"
+    ):
         cli.main(["evaluate", str(tmp_path / "model"), *flags])
 
 
@@ -189,10 +245,14 @@ def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
     # An end that is there already, and a token that joins the prompt's end and the completion's start.
-    rows = [{"prompt": "Say a:\n", "completion": completion} for completion in ("b", "b</s>", "\nb")]
+    rows = [
+        {"prompt": "Say a:\n", "completion": completion} for completion in ("b", "b</s>", "\nb")
+    ]
     args = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True)
     model = llama(vocab_size=len(tokenizer))
-    trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = trl.SFTTrainer(
+        model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
     for row, made in zip(rows, trainer.train_dataset, strict=True):
         found = completion_labels(row, tokenizer)
         assert (found["input_ids"], found["labels"]) == (made["input_ids"], made["labels"])
@@ -211,4 +271,14 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
         cli.main(["evaluate", str(tmp_path / "encoder")])
     run = str(workplace / "run-0")
     with pytest.raises(ValueError, match="overwrite each other"):
-        cli.main(["evaluate", run, f"{run}/", "--config", str(workplace / "recipe.yaml"), "--results_dir", "results"])
+        cli.main(
+            [
+                "evaluate",
+                run,
+                f"{run}/",
+                "--config",
+                str(workplace / "recipe.yaml"),
+                "--results_dir",
+                "results",
+            ]
+        )

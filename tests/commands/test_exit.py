@@ -7,7 +7,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import SIZES, VOCAB, bert, gpt2, llama, spread, tokenizer, word_tokenizer
 from tiny_files import save_generator
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from hf_descent import cli
 from hf_descent.commands import exit
@@ -42,18 +47,31 @@ def test_the_exit_command_reports_a_classifier(tmp_path, capsys, adapter):
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written_rows(tmp_path / "rows.jsonl")
     words = [f"--{name}_file={data}" for name in ("train", "validation", "test")]
-    cli.main(["exit", str(tmp_path / "model"), *words, "--repeats=1", "--max_seq_length=12", "--max_loss=0.1"])
+    cli.main(
+        [
+            "exit",
+            str(tmp_path / "model"),
+            *words,
+            "--repeats=1",
+            "--max_seq_length=12",
+            "--max_loss=0.1",
+        ]
+    )
     printed, progress = capsys.readouterr()
     profile = ExitProfile.from_json(str(tmp_path / "model" / "exit_profile.json"))
     report = ConfidenceReport.from_json(str(tmp_path / "model" / "confidence_exit.json"))
     assert str(profile) in printed and str(report) in printed and len(profile.values) == 3
-    assert all(f" {count}/{count} [" in progress for count in (6, 4))  # three exits, then two ways; each is warmed up
+    assert all(
+        f" {count}/{count} [" in progress for count in (6, 4)
+    )  # three exits, then two ways; each is warmed up
     assert report.full_accuracy == pytest.approx(profile.values[-1], abs=1e-6)
     assert report.accuracy >= report.full_accuracy - 0.1 - 1e-6
 
 
 @pytest.mark.parametrize("test_file", [True, False])
-def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, monkeypatch, test_file):
+def test_the_threshold_is_of_validation_rows_and_the_report_of_others(
+    tmp_path, monkeypatch, test_file
+):
     seen, calibrate, evaluate = {}, ConfidenceExit.calibrate, ConfidenceExit.evaluate
 
     def rows_of(rows):
@@ -83,20 +101,40 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, 
     (tmp_path / "test.jsonl").write_text("\n".join(lines[20:]))
     names = ["train", "validation", *(["test"] if test_file else [])]
     words = [word for name in names for word in (f"--{name}_file", str(tmp_path / f"{name}.jsonl"))]
-    cli.main(["exit", folder, *words, "--max_loss", "0.3", "--max_seq_length", "12", "--repeats", "1"])
+    cli.main(
+        ["exit", folder, *words, "--max_loss", "0.3", "--max_seq_length", "12", "--repeats", "1"]
+    )
     rows = [(tuple(ids_of(i)), 2 - i % 3) for i in range(38)]
     assert seen["max_loss"] == 0.3 and seen["report"] == seen["profile"]
     assert seen["validation"] | seen["report"] == set(rows if test_file else rows[:20])
-    assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
+    assert (
+        len(seen["validation"]) == (20 if test_file else 10)
+        and not seen["validation"] & seen["report"]
+    )
 
 
 def test_the_exit_command_reports_a_language_model(tmp_path, capsys, monkeypatch):
     folder = saved(llama(num_layers=3), tmp_path / "model")
-    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row)  # which are padded
-    words = ["--text_file", data, "--prompts", "2", "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
+    data = written_rows(
+        tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row
+    )  # which are padded
+    words = [
+        "--text_file",
+        data,
+        "--prompts",
+        "2",
+        "--prompt_length",
+        "4",
+        "--max_new_tokens",
+        "6",
+        "--repeats",
+        "1",
+    ]
     words += ["--output_dir", str(tmp_path / "out")]
     cli.main(["exit", folder, *words])
-    assert "best: " in (shown := capsys.readouterr()).out and shown.err.count("Timing: 100%") > 1  # exits, drafts
+    assert (
+        "best: " in (shown := capsys.readouterr()).out and shown.err.count("Timing: 100%") > 1
+    )  # exits, drafts
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
     speculation = SpeculationProfile.from_json(str(tmp_path / "out" / "speculation_profile.json"))
     assert len(speculation.acceptance) == 2 and len(profile.values) == 3
@@ -106,7 +144,9 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys, monkeypatch
         losses += (11 - i) * [model(ids, labels=ids).loss.item()]
     assert profile.losses[-1] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     seen = seen_by_the_profile(monkeypatch, folder, *words, "--shortlist", "2")
-    others = Counter(token for i in range(2, 6) for token in ids_of(i, 12 - i))  # beside the prompts
+    others = Counter(
+        token for i in range(2, 6) for token in ids_of(i, 12 - i)
+    )  # beside the prompts
     assert seen["shortlist"] == [token for token, _ in others.most_common(2)]
     with pytest.raises(ValueError, match="`prompt_length` is 40"):
         cli.main(["exit", folder, "--text_file", data, "--prompt_length", "40"])
@@ -136,25 +176,39 @@ def seen_by_the_profile(monkeypatch, *words):
 
 
 def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path, monkeypatch):
-    data, ids = written_rows(tmp_path / "texts.jsonl", 6, labels=False), [ids_of(i) for i in range(6)]
+    data, ids = (
+        written_rows(tmp_path / "texts.jsonl", 6, labels=False),
+        [ids_of(i) for i in range(6)],
+    )
     folder = saved(llama(num_layers=2), tmp_path / "model")
     words = [folder, "--text_file", data, "--prompts", "2", "--max_eval_samples", "5"]
     seen = seen_by_the_profile(monkeypatch, *words)
     assert seen["prompts"] == ids[:2] and seen["rows"] == [(row, row) for row in ids[:5]]
     assert seen["shortlist"] == Counter(token for row in ids[2:5] for token in row)
-    assert isinstance(seen["shortlist"], Counter) and seen["max_new_tokens"] == 52  # of 64 positions
-    assert seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")["prompts"] == [row[:9] for row in ids[:2]]
+    assert (
+        isinstance(seen["shortlist"], Counter) and seen["max_new_tokens"] == 52
+    )  # of 64 positions
+    assert seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")["prompts"] == [
+        row[:9] for row in ids[:2]
+    ]
     words = [folder, "--text_file", written_rows(tmp_path / "long.jsonl", 6, False, lambda row: 60)]
-    for flags, length, new in ((["--max_new_tokens", "20"], 44, 20), ([], 32, 32)):  # room is left in 64 positions
+    for flags, length, new in (
+        (["--max_new_tokens", "20"], 44, 20),
+        ([], 32, 32),
+    ):  # room is left in 64 positions
         seen = seen_by_the_profile(monkeypatch, *words, *flags)
-        assert {len(prompt) for prompt in seen["prompts"]} == {length} and seen["max_new_tokens"] == new
+        assert {len(prompt) for prompt in seen["prompts"]} == {length} and seen[
+            "max_new_tokens"
+        ] == new
     with pytest.raises(ValueError, match="takes either that or `instructions`"):
         seen_by_the_profile(monkeypatch, *words, "--instructions", data)
 
 
 @pytest.mark.parametrize("answered", [True, False])
 @pytest.mark.parametrize(("chat", "form"), [(True, "auto"), (True, "alpaca"), (False, "auto")])
-def test_instructions_are_asked_as_in_training_and_their_answers_measured(tmp_path, monkeypatch, answered, chat, form):
+def test_instructions_are_asked_as_in_training_and_their_answers_measured(
+    tmp_path, monkeypatch, answered, chat, form
+):
     folder, tok = save_generator(tmp_path / "model", chat), tokenizer(chat)
     rows = [{"instruction": f"Add {i}.", "input": "1" * (i % 2)} for i in range(4)]
     rows = [row | ({"output": f"It is {i}"} if answered else {}) for i, row in enumerate(rows)]
@@ -177,10 +231,15 @@ def test_instructions_are_asked_as_in_training_and_their_answers_measured(tmp_pa
 def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
     folder = save_generator(tmp_path / "model")
     rows = [{"instruction": f"Add {i}.", "output": "It is."} for i in range(3)]
-    (tmp_path / "rows.json").write_text(json.dumps([*rows, {"instruction": "Add 4.", "output": ""}]))  # no answer
+    (tmp_path / "rows.json").write_text(
+        json.dumps([*rows, {"instruction": "Add 4.", "output": ""}])
+    )  # no answer
     flags = ["--prompts", "2", "--max_new_tokens", "6", "--repeats", "1"]
     cli.main(["exit", folder, "--instructions", str(tmp_path / "rows.json"), *flags])
-    assert str(SpeculationProfile.from_json(f"{folder}/speculation_profile.json")) in capsys.readouterr().out
+    assert (
+        str(SpeculationProfile.from_json(f"{folder}/speculation_profile.json"))
+        in capsys.readouterr().out
+    )
     model, losses = AutoModelForCausalLM.from_pretrained(folder), []
     for row in rows:
         prompt = tokenizer(False)(format_prompt(row["instruction"]))["input_ids"]
@@ -191,7 +250,12 @@ def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
     assert profile.losses[-1] == pytest.approx(sum(losses) / 3, rel=1e-4)
 
 
-MISTRAL = SIZES | {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 4}
+MISTRAL = SIZES | {
+    "vocab_size": VOCAB,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "sliding_window": 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +266,9 @@ MISTRAL = SIZES | {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_key_value_h
     ],
     ids=["positions", "sliding"],
 )
-def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(tmp_path, capsys, model, drafts):
+def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(
+    tmp_path, capsys, model, drafts
+):
     folder = saved(model, tmp_path / "model")
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)  # of 12 tokens
     flags = ["--text_file", data, "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]

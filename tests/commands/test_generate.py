@@ -22,7 +22,10 @@ from hf_descent.data.alpaca import format_prompt
 
 
 ROWS = [
-    {"instruction": f"Count to {i}{'!' * (i % 3)}", "dataset": "counting" if i % 2 else "helpful_base"}
+    {
+        "instruction": f"Count to {i}{'!' * (i % 3)}",
+        "dataset": "counting" if i % 2 else "helpful_base",
+    }
     for i in range(7)
 ]
 
@@ -42,9 +45,18 @@ def instructions(tmp_path):
 @pytest.fixture
 def answers(model, instructions, tmp_path):
     def run(name="outputs.json", model=model, **flags):
-        words = ["generate", model, "--output", str(tmp_path / name), "--instructions", instructions]
+        words = [
+            "generate",
+            model,
+            "--output",
+            str(tmp_path / name),
+            "--instructions",
+            instructions,
+        ]
         flags = {"batch_size": 3, "max_new_tokens": 8} | flags
-        cli.main([*words, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))])
+        cli.main(
+            [*words, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))]
+        )
         return json.loads((tmp_path / name).read_text())
 
     return run
@@ -52,7 +64,9 @@ def answers(model, instructions, tmp_path):
 
 def test_the_file_is_alpaca_evals(answers, tmp_path, capsys):
     rows = answers("a/b.json")
-    assert [list(row) for row in rows] == [["instruction", "output", "generator", "dataset"]] * len(ROWS)
+    assert [list(row) for row in rows] == [["instruction", "output", "generator", "dataset"]] * len(
+        ROWS
+    )
     for row, given in zip(rows, ROWS):
         assert row["instruction"] == given["instruction"] and row["dataset"] == given["dataset"]
         assert row["generator"] == "tiny-model" and row["output"]
@@ -70,7 +84,9 @@ def naive_answer(model, index, seed, sigma):
     noise = EmbeddingNoise(model, 1.5, seed=seed, sigma=sigma)
     noise.reseed(index)
     with noise:
-        tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+        tokens = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8
+        )
     return tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 
@@ -79,13 +95,19 @@ def test_answers_are_those_of_generate_under_the_same_noise(answers, model):
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     for index, row in enumerate(rows):
         assert row["output"] == naive_answer(loaded, index, seed=3, sigma=0.5)
-    assert [row["output"] for row in answers("clean.json", batch_size=1)] != [row["output"] for row in rows]
+    assert [row["output"] for row in answers("clean.json", batch_size=1)] != [
+        row["output"] for row in rows
+    ]
     wide, strong = answers("wide.json", gamma=1.5, sigma=1.0), answers("strong.json", gamma=3.0)
     assert [row["output"] for row in wide] == [row["output"] for row in strong]
 
 
-@pytest.mark.parametrize("own", [{"num_beams": 3, "num_return_sequences": 3}, {"return_dict_in_generate": True}])
-def test_a_prompt_has_one_answer_whatever_the_model_returns_by_default(answers, model, tmp_path, own):
+@pytest.mark.parametrize(
+    "own", [{"num_beams": 3, "num_return_sequences": 3}, {"return_dict_in_generate": True}]
+)
+def test_a_prompt_has_one_answer_whatever_the_model_returns_by_default(
+    answers, model, tmp_path, own
+):
     other = str(shutil.copytree(model, tmp_path / "tiny-model"))
     GenerationConfig.from_pretrained(other, **own).save_pretrained(other)
     assert answers("other.json", model=other) == answers()
@@ -98,15 +120,30 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
     monkeypatch.setattr(
         generate,
         "answer",
-        lambda model, tok, inputs, args: seen.extend(tok.batch_decode(inputs["input_ids"])) or ["x"],
+        lambda model, tok, inputs, args: (
+            seen.extend(tok.batch_decode(inputs["input_ids"])) or ["x"]
+        ),
     )
     for chat, form in ((True, "auto"), (True, "alpaca"), (False, "auto")):
         folder = save_generator(tmp_path / f"model-{chat}", chat)
         tok = tokenizer(chat)
-        tok.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tok.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
         tok.save_pretrained(folder)
         output = str(tmp_path / f"{len(seen)}.json")
-        cli.main(["generate", folder, "--output", output, "--instructions", str(path), "--prompt_format", form])
+        cli.main(
+            [
+                "generate",
+                folder,
+                "--output",
+                output,
+                "--instructions",
+                str(path),
+                "--prompt_format",
+                form,
+            ]
+        )
     alpaca = "<s>" + format_prompt("Double.", "7")
     assert seen == ["<user>Double.\n\n7</s><assistant>", alpaca, alpaca]
 
@@ -114,29 +151,45 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
 def test_adapters_answer_under_the_noise_of_their_training(answers, model, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(model)
     torch.manual_seed(0)
-    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    adapted = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    ).eval()
     adapted.save_pretrained(tmp_path / "lora")
     tokenizer(False).save_pretrained(tmp_path / "lora")
     (tmp_path / "lora" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
     row = answers(model=str(tmp_path / "lora"), max_samples=1, gamma=1.5)[0]
-    found = [naive_answer(adapted, 0, seed=0, sigma=sigma) for sigma in (0.25, 0.5)]  # its own, not the base model's
+    found = [
+        naive_answer(adapted, 0, seed=0, sigma=sigma) for sigma in (0.25, 0.5)
+    ]  # its own, not the base model's
     assert row["output"] == found[0] != found[1] and row["generator"] == "lora-gamma1.5"
 
 
 def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     length = len(tokenizer(False)(format_prompt(ROWS[0]["instruction"])).input_ids)
     narrow = save_generator(tmp_path / "narrow", max_position_embeddings=length + 2)
-    short, whole = (answers(f"{len(given)}.json", max_samples=1, **given) for given in ({"model": narrow}, {}))
+    short, whole = (
+        answers(f"{len(given)}.json", max_samples=1, **given) for given in ({"model": narrow}, {})
+    )
     assert len(short[0]["output"]) <= 2 < len(whole[0]["output"])
-    with pytest.raises(ValueError, match=f"Prompt 2 has {length + 2} tokens, .*full {length + 2} positions"):
-        answers("z.json", model=save_generator(tmp_path / "full", max_position_embeddings=length + 2), batch_size=1)
+    with pytest.raises(
+        ValueError, match=f"Prompt 2 has {length + 2} tokens, .*full {length + 2} positions"
+    ):
+        answers(
+            "z.json",
+            model=save_generator(tmp_path / "full", max_position_embeddings=length + 2),
+            batch_size=1,
+        )
     bert().save_pretrained(tmp_path / "classifier")
     tokenizer(False).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):
+    with pytest.raises(
+        ValueError, match="a BertForSequenceClassification; give a causal language model"
+    ):
         answers("y.json", model=str(tmp_path / "classifier"))
     assert not list(tmp_path.glob("y.json*"))
     Path(instructions).write_text(json.dumps([{"question": "a"}]))
-    with pytest.raises(ValueError, match=r"instructions.json has no column 'instruction'; it has \['question'\]"):
+    with pytest.raises(
+        ValueError, match=r"instructions.json has no column 'instruction'; it has \['question'\]"
+    ):
         answers("x.json")
     Path(instructions).write_text(json.dumps([{"instruction": None}]))
     with pytest.raises(ValueError, match="1 rows whose instruction is not a string"):
@@ -155,9 +208,13 @@ class Judge(Handler):
     prompts = []
 
     def do_POST(self):
-        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1][
+            "content"
+        ]
         self.prompts.append(prompt)
-        first, second = re.search("Answer m:\n(.*?)\n\nAnswer M:\n(.*?)\n\nWhich", prompt, re.DOTALL).groups()
+        first, second = re.search(
+            "Answer m:\n(.*?)\n\nAnswer M:\n(.*?)\n\nWhich", prompt, re.DOTALL
+        ).groups()
         letter = "M" if len(set(second)) > len(set(first)) else "m"
         message = {"role": "assistant", "content": letter}
         body = {
@@ -185,12 +242,16 @@ def letters(row):
 def test_alpaca_eval_reads_the_file_and_agrees_on_the_win_rate(answers, judge, tmp_path):
     pytest.importorskip("alpaca_eval")
     reference, noisy = answers("all-erm.json"), answers("all-descent.json", gamma=3.0)
-    kept = [index for index in range(len(ROWS)) if letters(reference[index]) != letters(noisy[index])]  # no draws
+    kept = [
+        index for index in range(len(ROWS)) if letters(reference[index]) != letters(noisy[index])
+    ]  # no draws
     assert len(kept) > 2
     expected = 100 * np.mean([letters(noisy[index]) > letters(reference[index]) for index in kept])
     for name, rows in (("erm", reference), ("descent", noisy)):
         (tmp_path / f"{name}.json").write_text(json.dumps([rows[index] for index in kept]))
-    (line,) = re.findall(r"^alpaca_eval (.*)$", (ROOT / "recipes/alpaca-eval/README.md").read_text(), re.MULTILINE)
+    (line,) = re.findall(
+        r"^alpaca_eval (.*)$", (ROOT / "recipes/alpaca-eval/README.md").read_text(), re.MULTILINE
+    )
     words = line.replace("runs/alpaca-eval", str(tmp_path)).replace("$PWD", str(ROOT)).split()
     words += ["--fn_metric", "get_winrate", "--sort_by", "win_rate", "--caching_path", "None"]
     python("-c", "from alpaca_eval.main import main; main()", *words, cwd=ROOT)

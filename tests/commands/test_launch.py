@@ -9,12 +9,36 @@ from hf_descent.commands.launch import CONFIGS, launch_arguments
 
 
 def test_what_the_short_form_is_short_for():
-    argv = ["classify", "--config", "a.yaml", "--launch", "zero3", "--seed", "7", "--num_processes", "4"]
+    argv = [
+        "classify",
+        "--config",
+        "a.yaml",
+        "--launch",
+        "zero3",
+        "--seed",
+        "7",
+        "--num_processes",
+        "4",
+    ]
     config, module = ["--config_file", str(CONFIGS / "zero3.yaml")], ["-m", "hf_descent.cli"]
-    expected = [*config, "--num_processes", "4", *module, "classify", "--config", "a.yaml", "--seed", "7"]
+    expected = [
+        *config,
+        "--num_processes",
+        "4",
+        *module,
+        "classify",
+        "--config",
+        "a.yaml",
+        "--seed",
+        "7",
+    ]
     assert launch_arguments(argv) == expected
     parsed = launch_command_parser().parse_args(expected)
-    assert (parsed.num_processes, parsed.module, parsed.training_script) == (4, True, "hf_descent.cli")
+    assert (parsed.num_processes, parsed.module, parsed.training_script) == (
+        4,
+        True,
+        "hf_descent.cli",
+    )
     assert parsed.training_script_args == ["classify", "--config", "a.yaml", "--seed", "7"]
 
 
@@ -44,8 +68,19 @@ def test_a_command_of_one_process_is_not_started_in_several(command, monkeypatch
 
 
 def test_machines_do_not_choose_ports_of_their_own():
-    several = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "10.0.0.1", "--machine_rank", "0"]
-    with pytest.raises(ValueError, match="`--num_machines` is 2, and ddp.yaml lets each machine choose its port"):
+    several = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "4",
+        "--main_process_ip",
+        "10.0.0.1",
+        "--machine_rank",
+        "0",
+    ]
+    with pytest.raises(
+        ValueError, match="`--num_machines` is 2, and ddp.yaml lets each machine choose its port"
+    ):
         launch_arguments(["sft", "--launch", "ddp", *several])
     assert launch_arguments(["sft", "--launch", "ddp", *several, "--main_process_port", "29511"])
     assert launch_arguments(["sft", "--launch", "ddp_multi_node", *several])
@@ -53,7 +88,15 @@ def test_machines_do_not_choose_ports_of_their_own():
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_an_error_of_the_user_is_told_once_by_all_processes(processes, tmp_path):
-    words = ["classify", "--launch", "cpu_ddp", "--num_processes", processes, "--config", str(tmp_path / "no.yaml")]
+    words = [
+        "classify",
+        "--launch",
+        "cpu_ddp",
+        "--num_processes",
+        processes,
+        "--config",
+        str(tmp_path / "no.yaml"),
+    ]
     words = [sys.executable, "-m", "hf_descent.cli", *words]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr

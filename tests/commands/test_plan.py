@@ -12,23 +12,47 @@ from hf_descent.commands import plan
 
 
 CONFIGS = {"llama": {"num_key_value_heads": 2}, "bert": {}}
-TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 50}
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 50,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+}
 GEMMA3 = {  # without a padding token in the config of its text
     "text_config": TEXT | {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None},
     "vision_config": VISION | {"image_size": 28, "patch_size": 14},
 }
 RECIPES = {
-    "llama": {"objective": "descent", "max_length": 24, "completion_only_loss": True, "dtype": "float32"},
+    "llama": {
+        "objective": "descent",
+        "max_length": 24,
+        "completion_only_loss": True,
+        "dtype": "float32",
+    },
     "bert": {"pooling": "cls_linear", "max_seq_length": 24, "text_column": "text"},
 }
 
 
 def recipe(kind, tmp_path, vocab_size=50, **settings):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 3,
+    }
     sizes = {name: size for name, size in (sizes | CONFIGS[kind]).items() if size is not None}
     AutoConfig.for_model(kind, vocab_size=vocab_size, **sizes).save_pretrained(tmp_path / "model")
-    values = RECIPES[kind] | {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
+    values = RECIPES[kind] | {
+        "model_name_or_path": str(tmp_path / "model"),
+        "output_dir": str(tmp_path / "run"),
+    }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values | settings))
     return str(path)
@@ -42,16 +66,31 @@ def cells(printed):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
-    cli.main(["plan", recipe(kind, tmp_path), "--gpu_memory", "1GiB", "--per_device_train_batch_size", "4"])
+    cli.main(
+        [
+            "plan",
+            recipe(kind, tmp_path),
+            "--gpu_memory",
+            "1GiB",
+            "--per_device_train_batch_size",
+            "4",
+        ]
+    )
     printed = capsys.readouterr().out
     rows = cells(printed)
     names = ["as configured (4 x 24 tokens)", "plain training (`objective: erm`)"]
     names += [f"`activation_checkpointing: {kind == 'bert'}`"]  # TRL's default
     names += ["`readout_token_fraction: 0.1`"] if kind == "llama" else []
     names += ["`per_device_train_batch_size: 8`", "`use_peft: True`"]
-    assert list(rows) == [*names, *(f"`--launch {name}`, 8 processes" for name in ("zero2", "zero3", "fsdp2"))]
+    assert list(rows) == [
+        *names,
+        *(f"`--launch {name}`, 8 processes" for name in ("zero2", "zero3", "fsdp2")),
+    ]
     assert {row[-1] for row in rows.values()} == {"yes"}
-    assert re.search(r"3 layers, 0\.0 million weights", printed) and "times the operations of plain" in printed
+    assert (
+        re.search(r"3 layers, 0\.0 million weights", printed)
+        and "times the operations of plain" in printed
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -70,7 +109,10 @@ def test_micro_batches_are_named(tmp_path, capsys):
 def test_what_the_launchers_rows_hold_is_said(tmp_path, capsys):
     cli.main(["plan", recipe("bert", tmp_path)])
     printed = capsys.readouterr().out
-    assert "bf16 and float32 shards of what is trained" in printed and "Rows held out for the mult" in printed
+    assert (
+        "bf16 and float32 shards of what is trained" in printed
+        and "Rows held out for the mult" in printed
+    )
     assert "the stock `Trainer`'s, with the logits of all tokens" in printed
 
 
@@ -82,10 +124,25 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("kind", "of", "sizes", "layers"),
     [
-        ("mixtral", "llama", {"num_key_value_heads": 2, "num_local_experts": 4}, "MixtralForCausalLM: 3 layers"),
+        (
+            "mixtral",
+            "llama",
+            {"num_key_value_heads": 2, "num_local_experts": 4},
+            "MixtralForCausalLM: 3 layers",
+        ),
         ("falcon", "llama", {}, "FalconForCausalLM: 3 layers"),
-        ("gpt2", "bert", {}, "GPT2ForSequenceClassification: 3 layers"),  # padded with a token of the tokenizer
-        ("qwen3_moe", "bert", {"num_key_value_heads": 1, "num_experts": 8}, "Qwen3MoeForSequenceClassification: 3 la"),
+        (
+            "gpt2",
+            "bert",
+            {},
+            "GPT2ForSequenceClassification: 3 layers",
+        ),  # padded with a token of the tokenizer
+        (
+            "qwen3_moe",
+            "bert",
+            {"num_key_value_heads": 1, "num_experts": 8},
+            "Qwen3MoeForSequenceClassification: 3 la",
+        ),
         ("gemma3", "bert", GEMMA3, "Gemma3ForSequenceClassification: 3 layers"),
     ],
 )
@@ -101,15 +158,31 @@ def test_models_of_other_kinds_are_planned(kind, of, sizes, layers, tmp_path, ca
     ("kind", "of", "sizes", "name", "reason"),
     [
         ("bart", "bert", {}, "BartForSequenceClassification", "goes by values"),
-        ("t5", "bert", {"decoder_start_token_id": 0}, "T5ForSequenceClassification", "goes by values"),
+        (
+            "t5",
+            "bert",
+            {"decoder_start_token_id": 0},
+            "T5ForSequenceClassification",
+            "goes by values",
+        ),
         # Whose loops over tokens would take minutes, and are no kernels of a GPU.
-        ("mamba", "llama", {"num_attention_heads": None}, "MambaForCausalLM", "for what has no attention"),
+        (
+            "mamba",
+            "llama",
+            {"num_attention_heads": None},
+            "MambaForCausalLM",
+            "for what has no attention",
+        ),
     ],
 )
-def test_models_that_cannot_be_planned_are_named(kind, of, sizes, name, reason, tmp_path, monkeypatch):
+def test_models_that_cannot_be_planned_are_named(
+    kind, of, sizes, name, reason, tmp_path, monkeypatch
+):
     monkeypatch.setitem(CONFIGS, kind, sizes)
     monkeypatch.setitem(RECIPES, kind, RECIPES[of] | ({"pooling": "head"} if of == "bert" else {}))
-    with pytest.raises(ValueError, match=rf"^{name} cannot be planned \(measure .*`skip_memory.*{reason}"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} cannot be planned \(measure .*`skip_memory.*{reason}"
+    ):
         cli.main(["plan", recipe(kind, tmp_path)])
 
 
@@ -117,21 +190,37 @@ def test_models_that_cannot_be_planned_are_named(kind, of, sizes, name, reason, 
     ("kind", "settings", "message"),
     [
         ("llama", {"load_in_4bit": True}, "`load_in_4bit` is True, which cannot be planned"),
-        ("llama", {"activation_checkpointing_kwargs": {"offload": True}}, "`offload` is True, which cannot"),
+        (
+            "llama",
+            {"activation_checkpointing_kwargs": {"offload": True}},
+            "`offload` is True, which cannot",
+        ),
         ("llama", {"activation_offloading": True}, "`activation_offloading` is True"),
-        ("llama", {"model_init_kwargs": {"dtype": "bfloat16"}}, "`model_init_kwargs` is {'dtype': 'bfloat16'}"),
+        (
+            "llama",
+            {"model_init_kwargs": {"dtype": "bfloat16"}},
+            "`model_init_kwargs` is {'dtype': 'bfloat16'}",
+        ),
         ("llama", {"attn_implementation": "eager"}, "`attn_implementation` is 'eager'"),
         ("llama", {"packing": True}, "`packing` is True"),
         ("llama", {"loss_type": "dft"}, "`loss_type` is 'dft'"),
         ("llama", {"use_liger_kernel": True}, "`use_liger_kernel` is True"),
         ("llama", {"label_smoothing_factor": 0.1}, r"`label_smoothing_factor` is 0\.1"),
-        ("bert", {"optim": "paged_adamw_32bit"}, "`optim` is .*paged_adamw_32bit.*, which cannot be planned"),
+        (
+            "bert",
+            {"optim": "paged_adamw_32bit"},
+            "`optim` is .*paged_adamw_32bit.*, which cannot be planned",
+        ),
         ("bert", {"torch_compile": True}, "`torch_compile` is True"),
         ("bert", {"fsdp": "full_shard"}, "`fsdp` is True"),
         ("bert", {"max_seq_length": None}, "set `max_seq_length`"),
         ("bert", {"processes": 0}, "`processes` is 0"),
         ("bert", {"gpu_memory": "lots"}, "lots|size"),
-        ("bert", {"poolings": "head"}, r"sets \['poolings'\], which `hf-descent plan` does not have"),
+        (
+            "bert",
+            {"poolings": "head"},
+            r"sets \['poolings'\], which `hf-descent plan` does not have",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(kind, settings, message, tmp_path):
@@ -149,7 +238,9 @@ def test_a_classifier_is_planned_without_trl(tmp_path, monkeypatch):
 
 
 def test_a_recipe_that_suits_both_commands_is_one_of_sft(tmp_path):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model_name_or_path": "model", "output_dir": "run"}))
+    (tmp_path / "recipe.yaml").write_text(
+        yaml.safe_dump({"model_name_or_path": "model", "output_dir": "run"})
+    )
     module, *_ = plan.parse([str(tmp_path / "recipe.yaml")], "hf-descent plan", "")
     assert module.__name__ == "hf_descent.commands.sft"
 

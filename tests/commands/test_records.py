@@ -10,7 +10,12 @@ from datasets import Dataset
 from tiny import llama, spread, tokenizer
 from tiny_files import WORDS, save_tiny_model
 from tiny_sft import TOKENIZER, chats, make
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from hf_descent import SFTDescentTrainer, cli
 from hf_descent.commands.arguments import record_of
@@ -20,12 +25,24 @@ from hf_descent.evaluation import LayerProfile, NoiseCurve
 
 
 QUIET = ["--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true", "--max_steps", "4"]
-READ = ["--max_seq_length", "5", "--text_column", "sentence", "--label_column", "class", "--max_eval_samples", "20"]
+READ = [
+    "--max_seq_length",
+    "5",
+    "--text_column",
+    "sentence",
+    "--label_column",
+    "class",
+    "--max_eval_samples",
+    "20",
+]
 
 
 def write_rows(path, count):
     """Texts of 9 words, of which the first tell nothing."""
-    lines = [f"{' '.join(WORDS[(7 * i + j) % len(WORDS)] for j in range(9))},{i % 2}" for i in range(count)]
+    lines = [
+        f"{' '.join(WORDS[(7 * i + j) % len(WORDS)] for j in range(9))},{i % 2}"
+        for i in range(count)
+    ]
     path.write_text("\n".join(["sentence,class", *lines]))
 
 
@@ -38,15 +55,36 @@ def run(tmp_path_factory):
         write_rows(folder / f"{name}.csv", count)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # its paths are relative
-        words = ["--model_name_or_path", "base", "--train_file", "train.csv", "--test_file", "test.csv", *READ, *QUIET]
-        words += ["--output_dir", "run", "--split_seed", "3", "--eval_gammas", "[0, 0.5]", "--learning_rate", "1e-3"]
+        words = [
+            "--model_name_or_path",
+            "base",
+            "--train_file",
+            "train.csv",
+            "--test_file",
+            "test.csv",
+            *READ,
+            *QUIET,
+        ]
+        words += [
+            "--output_dir",
+            "run",
+            "--split_seed",
+            "3",
+            "--eval_gammas",
+            "[0, 0.5]",
+            "--learning_rate",
+            "1e-3",
+        ]
         cli.main(["classify", *words, "--per_device_eval_batch_size", "10"])
     return folder / "run"
 
 
 def direct(run, rows, length):
     """The loss of the run's model on rows of a file, cut to so many tokens."""
-    tok, model = AutoTokenizer.from_pretrained(run), AutoModelForSequenceClassification.from_pretrained(run)
+    tok, model = (
+        AutoTokenizer.from_pretrained(run),
+        AutoModelForSequenceClassification.from_pretrained(run),
+    )
     losses = []
     for row in rows:
         inputs = tok(row["sentence"], truncation=True, max_length=length, return_tensors="pt")
@@ -65,10 +103,18 @@ def test_a_classifier_is_measured_as_it_was_trained(run, tmp_path, monkeypatch):
     expected = direct(run, rows_of(run, "test"), 5)
     assert expected != pytest.approx(direct(run, rows_of(run, "test"), 32), rel=1e-3)
     cli.main(["exit", str(run), "--repeats", "1"])
-    assert ExitProfile.from_json(run / "exit_profile.json").losses[-1] == pytest.approx(expected, rel=1e-5)
+    assert ExitProfile.from_json(run / "exit_profile.json").losses[-1] == pytest.approx(
+        expected, rel=1e-5
+    )
     cli.main(["evaluate", str(run), "--draws", "1"])
-    curve, profile = NoiseCurve.from_json(run / "noise_curve.json"), LayerProfile.from_json(run / "layer_profile.json")
-    assert curve.losses[0, 0] == pytest.approx(expected, rel=1e-5) and curve.gammas.tolist() == [0.0, 0.5]
+    curve, profile = (
+        NoiseCurve.from_json(run / "noise_curve.json"),
+        LayerProfile.from_json(run / "layer_profile.json"),
+    )
+    assert curve.losses[0, 0] == pytest.approx(expected, rel=1e-5) and curve.gammas.tolist() == [
+        0.0,
+        0.5,
+    ]
     np.testing.assert_allclose(profile.losses, trained.losses, rtol=1e-5)
     assert profile.data == trained.data  # in the same batches, too
     assert str(run.parent) not in (run / "descent_config.json").read_text()  # which is uploaded
@@ -79,8 +125,24 @@ def test_flags_win_and_rows_that_are_named_are_not_mixed_with_recorded_ones(run,
     cli.main(["exit", str(run), *flags, "--max_seq_length", "8"])
     found = ExitProfile.from_json(tmp_path / "exit_profile.json").losses[-1]
     assert found == pytest.approx(direct(run, rows_of(run, "test"), 8), rel=1e-5)
-    files = [word for name in ("train", "validation") for word in (f"--{name}-file", str(run.parent / "other.csv"))]
-    cli.main(["evaluate", str(run), *files, "--draws", "1", "--results_dir", str(tmp_path), "--eval_gammas", "0"])
+    files = [
+        word
+        for name in ("train", "validation")
+        for word in (f"--{name}-file", str(run.parent / "other.csv"))
+    ]
+    cli.main(
+        [
+            "evaluate",
+            str(run),
+            *files,
+            "--draws",
+            "1",
+            "--results_dir",
+            str(tmp_path),
+            "--eval_gammas",
+            "0",
+        ]
+    )
     found = NoiseCurve.from_json(tmp_path / "run" / "noise_curve.json")
     assert found.losses[0, 0] == pytest.approx(direct(run, rows_of(run, "other"), 5), rel=1e-5)
 
@@ -90,50 +152,122 @@ def test_runs_that_were_read_differently_are_not_compared_unasked(run, tmp_path)
     shutil.copytree(run, other)
     record = json.loads((other / "_data.json").read_text())
     (other / "_data.json").write_text(json.dumps(record | {"max_seq_length": 7}))
-    evaluate = ["evaluate", str(run), str(other), "--draws", "1", "--results_dir", str(tmp_path / "results")]
+    evaluate = [
+        "evaluate",
+        str(run),
+        str(other),
+        "--draws",
+        "1",
+        "--results_dir",
+        str(tmp_path / "results"),
+    ]
     with pytest.raises(ValueError, match="`max_seq_length` was 5 .* and 7 .* `--max_seq_length`"):
         cli.main(evaluate)
     cli.main([*evaluate, "--max_seq_length", "6"])
-    (other / "_data.json").unlink()  # as of an older run, or one from the Hub: no files, but how they were read
-    files = ["--train_file", str(run.parent / "other.csv"), "--validation_file", str(run.parent / "other.csv")]
+    (
+        other / "_data.json"
+    ).unlink()  # as of an older run, or one from the Hub: no files, but how they were read
+    files = [
+        "--train_file",
+        str(run.parent / "other.csv"),
+        "--validation_file",
+        str(run.parent / "other.csv"),
+    ]
     cli.main(["exit", str(other), *files, "--repeats", "1", "--max_eval_samples", "20"])
     found = ExitProfile.from_json(other / "exit_profile.json")
     rows = rows_of(run, "other").train_test_split(0.5, seed=3)["test"]
     assert found.losses[-1] == pytest.approx(direct(run, rows, 5), rel=1e-5)
 
 
-@pytest.mark.parametrize("more", [[], ["--completion_only_loss", "false", "--label_smoothing_factor", "0.2"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--completion_only_loss", "false", "--label_smoothing_factor", "0.2"]]
+)
 def test_a_language_model_is_measured_as_in_its_training(tmp_path, monkeypatch, more):
     monkeypatch.chdir(tmp_path)
     tok = tokenizer(chat=True)
     spread(llama(vocab_size=len(tok), max_position_embeddings=2048)).save_pretrained("base")
     tok.save_pretrained("base")
-    rows = [{"instruction": f"Add {i}.", "output": " ".join(map(str, range(i, i + 9)))} for i in range(32)]
+    rows = [
+        {"instruction": f"Add {i}.", "output": " ".join(map(str, range(i, i + 9)))}
+        for i in range(32)
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    words = ["--model_name_or_path", "base", "--train_file", "rows.json", "--validation_file", "rows.json", *QUIET]
-    words += ["--prompt_format", "alpaca", "--max_length", "190", "--output_dir", "run", "--learning_rate", "1e-3"]
+    words = [
+        "--model_name_or_path",
+        "base",
+        "--train_file",
+        "rows.json",
+        "--validation_file",
+        "rows.json",
+        *QUIET,
+    ]
+    words += [
+        "--prompt_format",
+        "alpaca",
+        "--max_length",
+        "190",
+        "--output_dir",
+        "run",
+        "--learning_rate",
+        "1e-3",
+    ]
     cli.main(["sft", *words, "--eos_token", "</s>", "--bf16", "false", *more])
     trained = LayerProfile.from_json("run/layer_profile.json")
     cli.main(["evaluate", "run", "--draws", "1", "--eval_gammas", "0"])
-    np.testing.assert_allclose(LayerProfile.from_json("run/layer_profile.json").losses, trained.losses, rtol=1e-5)
+    np.testing.assert_allclose(
+        LayerProfile.from_json("run/layer_profile.json").losses, trained.losses, rtol=1e-5
+    )
     (tmp_path / "texts.json").write_text(json.dumps([{"text": "A long text. " * 30}]))
-    cli.main(["exit", "run", "--text_file", "texts.json", "--prompts", "1", "--max_new_tokens", "2", "--repeats", "1"])
-    ids = AutoTokenizer.from_pretrained("run")("A long text. " * 30, return_tensors="pt")["input_ids"][:, :190]
+    cli.main(
+        [
+            "exit",
+            "run",
+            "--text_file",
+            "texts.json",
+            "--prompts",
+            "1",
+            "--max_new_tokens",
+            "2",
+            "--repeats",
+            "1",
+        ]
+    )
+    ids = AutoTokenizer.from_pretrained("run")("A long text. " * 30, return_tensors="pt")[
+        "input_ids"
+    ][:, :190]
     loss = AutoModelForCausalLM.from_pretrained("run")(ids, labels=ids).loss.item()
-    assert ExitProfile.from_json("run/exit_profile.json").losses[-1] == pytest.approx(loss, rel=1e-5)
+    assert ExitProfile.from_json("run/exit_profile.json").losses[-1] == pytest.approx(
+        loss, rel=1e-5
+    )
 
 
-def test_chats_that_a_script_trained_on_are_measured_on_all_tokens_and_on_no_data_but_those_named(tmp_path):
+def test_chats_that_a_script_trained_on_are_measured_on_all_tokens_and_on_no_data_but_those_named(
+    tmp_path,
+):
     rows = chats(16)
-    trainer = make(SFTDescentTrainer, tmp_path / "run", chats, eval_data=rows, max_steps=2, loss_targets={1: 9.0})
+    trainer = make(
+        SFTDescentTrainer,
+        tmp_path / "run",
+        chats,
+        eval_data=rows,
+        max_steps=2,
+        loss_targets={1: 9.0},
+    )
     trainer.train()
     trainer.save_model()
     trained = trainer.evaluate_layers()
     with pytest.raises(ValueError, match="No data: give `dataset_name`"):
         cli.main(["evaluate", str(tmp_path / "run")])
-    pairs = [dict(zip(("instruction", "output"), (turn["content"] for turn in row["messages"]))) for row in rows]
+    pairs = [
+        dict(zip(("instruction", "output"), (turn["content"] for turn in row["messages"])))
+        for row in rows
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(pairs))
-    files = [word for name in ("train", "test") for word in (f"--{name}_file", str(tmp_path / "rows.json"))]
+    files = [
+        word
+        for name in ("train", "test")
+        for word in (f"--{name}_file", str(tmp_path / "rows.json"))
+    ]
     cli.main(["evaluate", str(tmp_path / "run"), *files, "--draws", "1", "--eval_gammas", "0"])
     found = LayerProfile.from_json(tmp_path / "run" / "layer_profile.json")
     np.testing.assert_allclose(found.losses, trained.losses, rtol=1e-5)
@@ -144,9 +278,18 @@ def test_rows_with_labels_of_their_own_are_measured_on_completions(tmp_path):
     (tmp_path / "rows.json").write_text(json.dumps(pairs))
     files = {f"{name}_file": str(tmp_path / "rows.json") for name in ("train", "test")}
     rows = load_alpaca(AlpacaArguments(**files), TOKENIZER)["test"]
-    rows = rows.map(completion_labels, fn_kwargs={"tokenizer": TOKENIZER}, remove_columns=rows.column_names)
+    rows = rows.map(
+        completion_labels, fn_kwargs={"tokenizer": TOKENIZER}, remove_columns=rows.column_names
+    )
     rows = rows.select_columns(["input_ids", "labels"])
-    trainer = make(SFTDescentTrainer, tmp_path / "run", lambda: rows, eval_data=rows, max_steps=2, max_length=400)
+    trainer = make(
+        SFTDescentTrainer,
+        tmp_path / "run",
+        lambda: rows,
+        eval_data=rows,
+        max_steps=2,
+        max_length=400,
+    )
     trainer.train()
     trainer.save_model()
     words = [word for name, file in files.items() for word in (f"--{name}", file)]
@@ -161,7 +304,9 @@ def test_a_killed_run_in_the_folder_of_another_has_its_own_record(run, monkeypat
     argv = ["classify", "--model_name_or_path", "base", "--train_file", "other.csv", *READ, *QUIET]
     argv += ["--output_dir", "killed", "--overwrite_output_dir", "true", "--save_steps", "4"]
     with monkeypatch.context() as patch:
-        patch.setattr("transformers.Trainer.save_state", lambda trainer: 1 / 0)  # after its last checkpoint
+        patch.setattr(
+            "transformers.Trainer.save_state", lambda trainer: 1 / 0
+        )  # after its last checkpoint
         with pytest.raises(ZeroDivisionError):
             cli.main(argv)
     assert record_of(str(folder / "checkpoint-4"))["train_file"] == str(run.parent / "other.csv")

@@ -16,7 +16,10 @@ from hf_descent import cli
 from hf_descent.data.alpaca import format_prompt
 
 
-ROWS = [{"instruction": f"Add {i}.", "input": "to 1" if i % 2 else "", "output": str(i + 1)} for i in range(32)]
+ROWS = [
+    {"instruction": f"Add {i}.", "input": "to 1" if i % 2 else "", "output": str(i + 1)}
+    for i in range(32)
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +38,20 @@ def sft(workplace, tmp_path):
     """Runs the README's command of an arm, on the tiny model and rows, and gives its output folder."""
 
     def run(arm, *flags, model="plain"):
-        words = [*smoke_command(f"alpaca/{arm}.yaml"), "--model_name_or_path", str(workplace / model)]
-        words += ["--train_file", str(workplace / "train.json"), "--output_dir", str(tmp_path / "out")]
-        cli.main([*words, "--max_length", "320", "--report_to", "none", "--disable_tqdm", "true", *flags])
+        words = [
+            *smoke_command(f"alpaca/{arm}.yaml"),
+            "--model_name_or_path",
+            str(workplace / model),
+        ]
+        words += [
+            "--train_file",
+            str(workplace / "train.json"),
+            "--output_dir",
+            str(tmp_path / "out"),
+        ]
+        cli.main(
+            [*words, "--max_length", "320", "--report_to", "none", "--disable_tqdm", "true", *flags]
+        )
         return tmp_path / "out"
 
     return run
@@ -56,7 +70,10 @@ def test_smoke_recipes_run(sft, arm, capsys):
     assert curve["values"][0][0] == pytest.approx(results["eval_mean_token_accuracy"], abs=0.02)
     printed = capsys.readouterr().out
     assert "[no label] 'Below is an instruction" in printed and "</s>'" in printed
-    assert f"validation     {results['eval_mean_token_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
+    assert (
+        f"validation     {results['eval_mean_token_accuracy']:.4f}     {results['eval_loss']:.4f}"
+        in printed
+    )
 
 
 def test_the_saved_model_is_the_evaluated_one(sft, workplace):
@@ -85,19 +102,40 @@ def test_lora_chat_and_test_rows(sft, workplace):
     assert {weight.shape[0] for name, weight in weights.items() if "lora_A" in name} == {2}
     assert results_of(folder, "descent_config")["noise_sigma"] > 0
     command = ["evaluate", str(folder), "--config", str(SMOKE / "alpaca/descent.yaml")]
-    command += ["--train_file", rows, "--test_file", rows, "--results_dir", str(workplace / "measured")]
+    command += [
+        "--train_file",
+        rows,
+        "--test_file",
+        rows,
+        "--results_dir",
+        str(workplace / "measured"),
+    ]
     cli.main([*command, "--draws", "1", "--eval_gammas", "0", "1"])
-    measured, trained = (results_of(path, "noise_curve") for path in (workplace / "measured" / folder.name, folder))
+    measured, trained = (
+        results_of(path, "noise_curve") for path in (workplace / "measured" / folder.name, folder)
+    )
     assert measured["losses"][0][0] == pytest.approx(trained["losses"][0][0], rel=1e-4)
     results = results_of(folder)
-    assert {"eval_layer_loss_1", "test_layer_loss_1", "test_mean_token_accuracy", "test_accuracy_auc"} <= set(results)
+    assert {
+        "eval_layer_loss_1",
+        "test_layer_loss_1",
+        "test_mean_token_accuracy",
+        "test_accuracy_auc",
+    } <= set(results)
     history = results_of(folder, "trainer_state")["log_history"]
     assert not any(name.startswith("test") for entry in history for name in entry)
 
 
 def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text(tokenizer(True).chat_template)
-    flags = ["--chat_template_path", str(tmp_path / "chat.jinja"), "--max_steps", "1", "--prompt_format", "auto"]
+    flags = [
+        "--chat_template_path",
+        str(tmp_path / "chat.jinja"),
+        "--max_steps",
+        "1",
+        "--prompt_format",
+        "auto",
+    ]
     folder = sft("erm", *flags)
     assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer(True).chat_template
     printed = capsys.readouterr().out
@@ -112,12 +150,16 @@ def test_a_model_must_be_named(sft):
 
 def test_damaged_weights_are_named(sft, workplace):
     shutil.copytree(workplace / "plain", workplace / "damaged")
-    (workplace / "damaged" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    (workplace / "damaged" / "model.safetensors").write_bytes(
+        b"version https://git-lfs.github.com/spec/v1"
+    )
     with pytest.raises(ValueError, match="damaged' are damaged"):
         sft("erm", model="damaged")
 
 
 def test_a_model_of_another_kind_is_refused(sft, workplace):
     bert().save_pretrained(workplace / "bert")
-    with pytest.raises(ValueError, match="bert', a BertForSequenceClassification; give a language model"):
+    with pytest.raises(
+        ValueError, match="bert', a BertForSequenceClassification; give a language model"
+    ):
         sft("erm", model="bert")

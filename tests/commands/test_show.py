@@ -34,7 +34,9 @@ def browsing(page, monkeypatch):
     connect = socket.socket.connect
 
     def local_connect(self, address):
-        assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "localhost", "::1"), address
+        assert self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "localhost", "::1"), (
+            address
+        )
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", local_connect)
@@ -48,7 +50,9 @@ def browsing(page, monkeypatch):
             tab.get_by_label("Text").wait_for()
             yield tab
             browser.close()
-        assert requests and all(request.startswith((url, "data:", "blob:")) for request in requests), requests
+        assert requests and all(
+            request.startswith((url, "data:", "blob:")) for request in requests
+        ), requests
     finally:
         page.close()
 
@@ -70,7 +74,9 @@ def set_slider(tab, label, value):
 
 def predictions(probabilities, names):
     shares, numbers = probabilities.topk(3)
-    return ", ".join(f"{names(number)} {share:.1%}" for share, number in zip(shares.tolist(), numbers.tolist()))
+    return ", ".join(
+        f"{names(number)} {share:.1%}" for share, number in zip(shares.tolist(), numbers.tolist())
+    )
 
 
 def truncated_logits(model, inputs, gamma=0.0, draw=0):
@@ -89,7 +95,11 @@ def truncated_logits(model, inputs, gamma=0.0, draw=0):
 def test_the_page_shows_what_models_that_stop_early_predict(kind, monkeypatch):
     pytest.importorskip("gradio")
     if kind == "classifier":
-        model, tok, text = spread(bert(num_layers=3, id2label=LABELS)), word_tokenizer(), "w1 w2 w9 w30"
+        model, tok, text = (
+            spread(bert(num_layers=3, id2label=LABELS)),
+            word_tokenizer(),
+            "w1 w2 w9 w30",
+        )
         names = LABELS.get
     else:
         tok, text = tokenizer(chat=False), "hello"
@@ -102,7 +112,10 @@ def test_the_page_shows_what_models_that_stop_early_predict(kind, monkeypatch):
         return logits[:, 0] if kind == "classifier" else logits[:, 0, -1]  # [layers, classes]
 
     clean = logits_of()
-    unsure = torch.distributions.Categorical(logits=clean).entropy() / torch.tensor(float(clean.shape[1])).log()
+    unsure = (
+        torch.distributions.Categorical(logits=clean).entropy()
+        / torch.tensor(float(clean.shape[1])).log()
+    )
     threshold = round(unsure[1].item() + 0.01, 2)  # at which layer 2 is sure
     exit_layer = 1 + (unsure < threshold).int().argmax().item()
     with browsing(build(model, tok, threshold), monkeypatch) as tab:
@@ -119,11 +132,15 @@ def test_the_page_shows_what_models_that_stop_early_predict(kind, monkeypatch):
         assert shown(tab, "Exit after layer 3 of 3.")[1] == 3
         set_slider(tab, "Noise on the embeddings (gamma)", 1.5)
         table, _ = shown(tab, "Under noise after layers 3 to 3.")
-        noisy = torch.stack([logits_of(gamma=1.5, draw=draw) for draw in range(DRAWS)])  # [draws, layers, classes]
+        noisy = torch.stack(
+            [logits_of(gamma=1.5, draw=draw) for draw in range(DRAWS)]
+        )  # [draws, layers, classes]
         kept = (noisy.argmax(-1) == clean.argmax(-1)).sum(0)
         assert list(table) == COLUMNS + NOISY_COLUMNS and 0 < kept.sum() < 3 * DRAWS
         assert table[NOISY_COLUMNS[0]] == tuple(f"{count} of {DRAWS}" for count in kept)
-        assert table[NOISY_COLUMNS[1]] == tuple(predictions(each, names) for each in noisy.softmax(-1).mean(0))
+        assert table[NOISY_COLUMNS[1]] == tuple(
+            predictions(each, names) for each in noisy.softmax(-1).mean(0)
+        )
 
         tab.get_by_label("Text").fill("w " * 200)
         tab.get_by_label("Text").press("Enter")
@@ -152,18 +169,26 @@ def test_it_begins_with_the_threshold_that_was_calibrated(tmp_path, monkeypatch)
     gradio = pytest.importorskip("gradio")
     bert().save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
-    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.37, 8).to_json(tmp_path / "confidence_exit.json")
+    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.37, 8).to_json(
+        tmp_path / "confidence_exit.json"
+    )
     pages = []
-    monkeypatch.setattr(gradio.Blocks, "launch", lambda self, server_port: pages.append((self, server_port)))
+    monkeypatch.setattr(
+        gradio.Blocks, "launch", lambda self, server_port: pages.append((self, server_port))
+    )
     cli.main(["show", str(tmp_path), "--port", "7999"])
     ((page, port),) = pages
-    assert port == 7999 and 0.37 in [getattr(block, "value", None) for block in page.blocks.values()]
+    assert port == 7999 and 0.37 in [
+        getattr(block, "value", None) for block in page.blocks.values()
+    ]
 
 
 def test_the_space_has_the_same_page_and_the_package_s_requirements(tmp_path, monkeypatch):
     setup = configparser.ConfigParser()
     setup.read(SPACE.parents[1] / "setup.cfg")
-    assert (SPACE / "requirements.txt").read_text().split() == setup["options"]["install_requires"].split()
+    assert (SPACE / "requirements.txt").read_text().split() == setup["options"][
+        "install_requires"
+    ].split()
     header = yaml.safe_load((SPACE / "README.md").read_text().split("---\n")[1])
     assert header["sdk"] == "gradio" and (SPACE / header["app_file"]).is_file()
     gradio = pytest.importorskip("gradio")

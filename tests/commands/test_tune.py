@@ -21,7 +21,9 @@ def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
     save_tiny_model(folder / "base")
     write_rows(folder)
-    (folder / "test.csv").write_text("text,label\nunreadable,9\n")  # a class that training does not have
+    (folder / "test.csv").write_text(
+        "text,label\nunreadable,9\n"
+    )  # a class that training does not have
     return [
         "tune", "classify", "--config", "recipes/smoke/imdb-descent.yaml",
         "--model_name_or_path", str(folder / "base"),
@@ -37,11 +39,18 @@ def test_values_lie_in_their_ranges():
     for name, (low, high) in RANGES.items():
         found = [value[name] for value in values]
         assert low <= min(found) < (low * high) ** 0.5 < max(found) <= high
-    assert hp_space(optuna.create_study().ask(), {"resilience": [1, 2, 4]})["resilience"] in (1, 2, 4)
+    assert hp_space(optuna.create_study().ask(), {"resilience": [1, 2, 4]})["resilience"] in (
+        1,
+        2,
+        4,
+    )
     name = "gradient_accumulation_steps"
     steps = [hp_space(study.ask(), {name: np.array([1, 3])})[name] for _ in range(9)]
     assert {type(value) for value in steps} == {int} and set(steps) <= {1, 2, 3}
-    assert hp_space(study.ask(), {"optim": ["adamw_torch", "sgd"]})["optim"] in ("adamw_torch", "sgd")
+    assert hp_space(study.ask(), {"optim": ["adamw_torch", "sgd"]})["optim"] in (
+        "adamw_torch",
+        "sgd",
+    )
     with pytest.raises(ValueError, match="low.*0"):
         hp_space(study.ask(), {"resilience": [0.0, 0.2]})
 
@@ -65,20 +74,40 @@ def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
 
 
 def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path):
-    argv = [*command, "--n_trials", "1", "--noise_gamma", "0.5", "--negative_weights", "clip", "--eval_strategy", "no"]
+    argv = [
+        *command,
+        "--n_trials",
+        "1",
+        "--noise_gamma",
+        "0.5",
+        "--negative_weights",
+        "clip",
+        "--eval_strategy",
+        "no",
+    ]
     argv.append("--output_dir")
     cli.main([*argv, str(tmp_path / "descent")])
     trial = json.loads((tmp_path / "descent" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is Run.load(str(tmp_path / "descent" / "trial-0")).feasible is False
     # The validation rows, which are none of the weights', chose between trials.
-    assert json.loads((tmp_path / "descent" / "trial-0" / "descent_config.json").read_text())["select_rows"] > 0
+    assert (
+        json.loads((tmp_path / "descent" / "trial-0" / "descent_config.json").read_text())[
+            "select_rows"
+        ]
+        > 0
+    )
     with pytest.raises(ValueError, match="holds the trials of another search: name another folder"):
         cli.main([*argv, str(tmp_path / "descent"), "--max_steps", "5"])
     problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]
     cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
     trial = json.loads((tmp_path / "supervised" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is None
-    assert json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())["problem"] is not None
+    assert (
+        json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())[
+            "problem"
+        ]
+        is not None
+    )
 
 
 def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
@@ -87,7 +116,10 @@ def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
     seen = judged_by_settings(monkeypatch)
 
     def trials():
-        return [trial["settings"] for trial in json.loads((tmp_path / "study.json").read_text())["trials"]]
+        return [
+            trial["settings"]
+            for trial in json.loads((tmp_path / "study.json").read_text())["trials"]
+        ]
 
     cli.main([*argv, "2"])
     first = trials()
@@ -96,7 +128,11 @@ def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
         cli.main([*argv, "1", *flags])
         assert len(trials()) == 1
     cli.main([*argv, "3"])
-    assert len(seen) == 2 + 3 + 1 and len(trials()) == 3 and all(settings in trials() for settings in first)
+    assert (
+        len(seen) == 2 + 3 + 1
+        and len(trials()) == 3
+        and all(settings in trials() for settings in first)
+    )
 
 
 def judged_by_settings(monkeypatch, stop_at=None, value=None, greater_is_better=True):
@@ -109,7 +145,9 @@ def judged_by_settings(monkeypatch, stop_at=None, value=None, greater_is_better=
             raise KeyboardInterrupt
 
     def judge(folder, gamma):
-        distance = abs(math.log(seen[-1]["learning_rate"] / 2e-4)) + abs(math.log(seen[-1]["resilience"] / 0.01))
+        distance = abs(math.log(seen[-1]["learning_rate"] / 2e-4)) + abs(
+            math.log(seen[-1]["resilience"] / 0.01)
+        )
         found = (-distance if greater_is_better else distance) if value is None else value
         return found, {"clean": 0.0, "feasible": None, "greater_is_better": greater_is_better}
 
@@ -144,7 +182,9 @@ def test_values_that_do_not_go_together_are_passed_over(command, tmp_path, monke
 def test_the_least_error_is_the_best(command, tmp_path, monkeypatch):
     judged_by_settings(monkeypatch, greater_is_better=False)
     cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "3"])
-    values = [trial["value"] for trial in json.loads((tmp_path / "study.json").read_text())["trials"]]
+    values = [
+        trial["value"] for trial in json.loads((tmp_path / "study.json").read_text())["trials"]
+    ]
     assert 0 < values[0] < values[1] < values[2]
 
 
@@ -166,7 +206,9 @@ def test_feasible_trials_rank_first():
 
 
 def space(tmp_path, objective="descent", descent_alpha="line", exit_targets=None, **tune_args):
-    args = config(tmp_path, objective=objective, descent_alpha=descent_alpha, exit_targets=exit_targets)
+    args = config(
+        tmp_path, objective=objective, descent_alpha=descent_alpha, exit_targets=exit_targets
+    )
     return tune.search_space(tune.TuneArguments(**tune_args), args)
 
 
@@ -178,7 +220,11 @@ def test_spaces_suit_the_objective(tmp_path):
         ("deep_supervision", {"learning_rate", "penalty_coefficient"}),
     ):
         assert set(space(tmp_path, objective)) == names
-    assert set(space(tmp_path, descent_alpha=0.2)) == {"learning_rate", "descent_alpha", "dual_learning_rate"}
+    assert set(space(tmp_path, descent_alpha=0.2)) == {
+        "learning_rate",
+        "descent_alpha",
+        "dual_learning_rate",
+    }
     targets = {"descent_alpha": None, "exit_targets": {1: 0.1}}
     assert set(space(tmp_path, **targets)) == {"learning_rate", "dual_learning_rate"}
 
@@ -193,7 +239,9 @@ def test_spaces_suit_the_objective(tmp_path):
 )
 def test_a_search_space_is_checked_before_there_is_a_study(command, tmp_path, text, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "1", "--search_space", text])
+        cli.main(
+            [*command, "--output_dir", str(tmp_path), "--n_trials", "1", "--search_space", text]
+        )
     assert not (tmp_path / "study.db").exists()
 
 

@@ -5,7 +5,9 @@ from hf_descent import Multipliers
 
 
 def violations(steps, seed=0):
-    return torch.randn(steps, 3, generator=torch.Generator().manual_seed(seed)) * torch.tensor([1.0, 0.1, 10.0])
+    return torch.randn(steps, 3, generator=torch.Generator().manual_seed(seed)) * torch.tensor(
+        [1.0, 0.1, 10.0]
+    )
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adam"])
@@ -25,12 +27,19 @@ def test_steps_equal_a_torch_optimizer_with_projection(optim, resilience):
     assert multipliers.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("optim", "given", "taken"), [("adam", 0.03, 0.03), ("sgd", 0.7, 0.7), ("sgd", 1.0, 0.5)])
+@pytest.mark.parametrize(
+    ("optim", "given", "taken"), [("adam", 0.03, 0.03), ("sgd", 0.7, 0.7), ("sgd", 1.0, 0.5)]
+)
 def test_slack_steps_equal_two_torch_optimizers(optim, given, taken):
-    multipliers = Multipliers(3, 0.05, optim, resilience=0.5, resilience_form="slack", slack_learning_rate=given)
+    multipliers = Multipliers(
+        3, 0.05, optim, resilience=0.5, resilience_form="slack", slack_learning_rate=given
+    )
     lam, slack = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optim]
-    ascent, descent = optimizer_class([lam], lr=0.05, maximize=True), optimizer_class([slack], lr=taken)
+    ascent, descent = (
+        optimizer_class([lam], lr=0.05, maximize=True),
+        optimizer_class([slack], lr=taken),
+    )
     for violation in violations(200):
         multipliers.step(violation)
         lam.grad, slack.grad = violation - slack.detach(), slack.detach() / 0.5 - lam.detach()
@@ -44,7 +53,9 @@ def test_slack_steps_equal_two_torch_optimizers(optim, given, taken):
 @pytest.mark.parametrize("form", ["weight_decay", "slack"])
 @pytest.mark.parametrize("optim", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 def test_a_constant_violation_settles_at_its_positive_part_over_the_resilience(form, optim):
-    multipliers = Multipliers(3, 0.02, optim=optim, resilience=0.5, resilience_form=form, slack_learning_rate=0.02)
+    multipliers = Multipliers(
+        3, 0.02, optim=optim, resilience=0.5, resilience_form=form, slack_learning_rate=0.02
+    )
     for _ in range(20000 if optim == "adam" else 4000):
         multipliers.step(torch.tensor([0.2, -0.3, 0.05]))
     assert multipliers.values.tolist() == pytest.approx([0.4, 0.0, 0.1], abs=5e-3)
@@ -83,7 +94,10 @@ def test_the_controller_settles_without_overshooting(start):
 @pytest.mark.parametrize("optim", ["sgd", "adam"])
 def test_the_default_slacks_settle_where_they_should(optim):
     """min (x - 1)^2 / 2 subject to x <= 0, relaxed by u^2 / (2 c): x = u = c / (1 + c)."""
-    multipliers, found = Multipliers(1, 0.02, optim=optim, resilience=0.001, resilience_form="slack"), []
+    multipliers, found = (
+        Multipliers(1, 0.02, optim=optim, resilience=0.001, resilience_form="slack"),
+        [],
+    )
     for _ in range(6000):
         found.append(1 - multipliers.values)
         multipliers.step(found[-1])
@@ -103,7 +117,9 @@ def test_hard_constraints_keep_rising_up_to_the_cap(form):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_non_finite_step_changes_nothing(bad):
-    multipliers, skipped = (Multipliers(3, 0.1, resilience=0.1, resilience_form="slack") for _ in range(2))
+    multipliers, skipped = (
+        Multipliers(3, 0.1, resilience=0.1, resilience_form="slack") for _ in range(2)
+    )
     for index, violation in enumerate(violations(20)):
         multipliers.step(violation)
         skipped.step(violation)
@@ -113,7 +129,9 @@ def test_a_non_finite_step_changes_nothing(bad):
 
 
 def test_restart_clears_slacks_only():
-    multipliers = Multipliers(2, 0.1, resilience=0.5, resilience_form="slack", slack_learning_rate=0.1)
+    multipliers = Multipliers(
+        2, 0.1, resilience=0.5, resilience_form="slack", slack_learning_rate=0.1
+    )
     fresh = multipliers.state_dict()
     for _ in range(5):
         multipliers.step(torch.tensor([1.0, 1.0]))
@@ -125,7 +143,9 @@ def test_restart_clears_slacks_only():
 
 
 def test_state_round_trip_and_its_checks():
-    straight, resumed = (Multipliers(3, 0.1, resilience=0.1, resilience_form="slack") for _ in range(2))
+    straight, resumed = (
+        Multipliers(3, 0.1, resilience=0.1, resilience_form="slack") for _ in range(2)
+    )
     steps = violations(20)
     for violation in steps[:10]:
         straight.step(violation)
@@ -135,7 +155,9 @@ def test_state_round_trip_and_its_checks():
     resumed.load_state_dict(saved)
     for violation in steps[10:]:
         resumed.step(violation)
-    assert torch.equal(straight.values, resumed.values) and torch.equal(straight.slacks, resumed.slacks)
+    assert torch.equal(straight.values, resumed.values) and torch.equal(
+        straight.slacks, resumed.slacks
+    )
 
     state = straight.state_dict()
     for bad, match in (

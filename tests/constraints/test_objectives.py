@@ -9,8 +9,14 @@ from hf_descent.constraints.state import DescentState
 
 
 def state(tmp_path, objective, **settings):
-    given = {"descent_alpha": [0.1, 0.2, 0.3], "initial_loss_bound": 1.0, "penalty_coefficient": 0.4} | settings
-    made = DescentState(config(tmp_path, objective=objective, dual_warmup_steps=0, **given), 3, 10, 0)
+    given = {
+        "descent_alpha": [0.1, 0.2, 0.3],
+        "initial_loss_bound": 1.0,
+        "penalty_coefficient": 0.4,
+    } | settings
+    made = DescentState(
+        config(tmp_path, objective=objective, dual_warmup_steps=0, **given), 3, 10, 0
+    )
     made.multipliers.values = torch.tensor([0.5, 1.0, 2.0])
     return made
 
@@ -27,7 +33,11 @@ LAGRANGIAN = [0.5 - 0.8 * 1.0, 1.0 - 0.7 * 2.0, 1 + 2.0]
         ("descent", {"negative_weights": "keep"}, LAGRANGIAN),
         ("descent", {"negative_weights": "clip"}, [0, 0, 3]),
         ("descent", {"negative_weights": "detach"}, [0.5, 1, 3]),
-        ("descent", {"negative_weights": "keep", "normalize_weights": True}, [w / 3.7 for w in LAGRANGIAN]),
+        (
+            "descent",
+            {"negative_weights": "keep", "normalize_weights": True},
+            [w / 3.7 for w in LAGRANGIAN],
+        ),
     ],
 )
 def test_the_weights_of_linear_objectives(tmp_path, objective, settings, expected):
@@ -47,11 +57,16 @@ def test_penalties_by_hand(tmp_path, detach):
     losses = torch.tensor([1.2, 0.7, 0.8], requires_grad=True)
     excess = [1.2 - 0.9, 0.0, 0.8 - 0.7 * 0.7]  # the second constraint holds: 0.7 <= 0.8 * 1.2
     assert penalty("hinge", torch.tensor(excess), 2.0).item() == pytest.approx(2 * sum(excess))
-    for objective, slopes in (("hinge", [0.4, 0.4]), ("quadratic", [0.4 * excess[0], 0.4 * excess[2]])):
+    for objective, slopes in (
+        ("hinge", [0.4, 0.4]),
+        ("quadratic", [0.4 * excess[0], 0.4 * excess[2]]),
+    ):
         made = state(tmp_path, objective, negative_weights="detach" if detach else "keep")
         value = made.objective_at(0).value(losses, torch.ones(()))
         squares = sum(e * e for e in excess) / 2
-        assert value.item() == pytest.approx(0.8 + 0.4 * (sum(excess) if objective == "hinge" else squares))
+        assert value.item() == pytest.approx(
+            0.8 + 0.4 * (sum(excess) if objective == "hinge" else squares)
+        )
         (gradient,) = torch.autograd.grad(value, losses)
         reference = 0.0 if detach else -0.7 * slopes[1]
         assert gradient.tolist() == pytest.approx([slopes[0], reference, 1 + slopes[1]])
@@ -64,7 +79,9 @@ def published(count, t, steps, scale, rotation):
     else:  # every R layers, and a circular rotation by one with each step
         enabled = set(np.flatnonzero(np.roll([place % rotation == 0 for place in range(count)], t)))
     enabled.add(count - 1)
-    e = [scale * sum(range(place + 1)) for place in range(count - 1)] + [count - 1 + scale * sum(range(count - 1))]
+    e = [scale * sum(range(place + 1)) for place in range(count - 1)] + [
+        count - 1 + scale * sum(range(count - 1))
+    ]
     total = sum(e[place] for place in enabled)
     return [e[place] / total if place in enabled else 0.0 for place in range(count)]
 
@@ -72,7 +89,11 @@ def published(count, t, steps, scale, rotation):
 @pytest.mark.parametrize("rotation", [None, 1, 3, 7])
 @pytest.mark.parametrize("scale", [0.0, 0.2, 1.0])
 def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, scale):
-    settings = {"penalty_coefficient": scale, "layerskip_rotation": rotation, "dual_warmup_steps": 0}
+    settings = {
+        "penalty_coefficient": scale,
+        "layerskip_rotation": rotation,
+        "dual_warmup_steps": 0,
+    }
     made = DescentState(config(tmp_path, objective="layerskip", **settings), 6, 24, 0)
     losses = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.2, 1.0])
     for step in range(24):
@@ -91,7 +112,9 @@ def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, sca
 
 def test_the_curricula_of_layerskip_by_hand(tmp_path):
     def weighted(step, **settings):
-        made = DescentState(config(tmp_path, objective="layerskip", dual_warmup_steps=0, **settings), 5, 20, 0)
+        made = DescentState(
+            config(tmp_path, objective="layerskip", dual_warmup_steps=0, **settings), 5, 20, 0
+        )
         return made.objective_at(step).weighted
 
     # T / 2L = 2 steps a layer, all after half of the steps; the first layer's e is 0.
@@ -103,8 +126,15 @@ def test_the_curricula_of_layerskip_by_hand(tmp_path):
         [2, 3, 4, 5],
         [2, 3, 4, 5],
     ]
-    assert [weighted(step, layerskip_rotation=3) for step in range(4)] == [[4, 5], [2, 5], [3, 5], [2, 4, 5]]
+    assert [weighted(step, layerskip_rotation=3) for step in range(4)] == [
+        [4, 5],
+        [2, 5],
+        [3, 5],
+        [2, 4, 5],
+    ]
     assert DescentState(config(tmp_path, objective="layerskip"), 1, 4, 0).weights(0).tolist() == [1]
     for rotation in (0, 2.5):
-        with pytest.raises(ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"):
+        with pytest.raises(
+            ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"
+        ):
             config(tmp_path, objective="layerskip", layerskip_rotation=rotation)

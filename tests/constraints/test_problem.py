@@ -32,14 +32,20 @@ def test_violations_weights_and_lagrangian_agree_with_the_written_out_problem(la
     multipliers = torch.tensor([0.7, 0.5, 0.2, 1.1], dtype=torch.float64)
     multipliers *= torch.tensor([layer in chosen for layer in range(1, 5)])
     lagrangian = problem.lagrangian(f, multipliers)
-    assert lagrangian.item() == pytest.approx(0.2 + sum(m * g for m, g in zip(multipliers.tolist(), expected)))
+    assert lagrangian.item() == pytest.approx(
+        0.2 + sum(m * g for m, g in zip(multipliers.tolist(), expected))
+    )
     # The weight of a layer loss is the derivative of the Lagrangian with respect to it.
     (gradient,) = torch.autograd.grad(lagrangian, f)
     assert problem.weights(multipliers).tolist() == pytest.approx(gradient.tolist())
 
 
 def test_whole_numbers_are_no_reason_to_round():
-    problem, losses, multipliers = DescentProblem(0.3, 4.0, 3), torch.tensor([3, 2, 1]), torch.tensor([1, 2, 3])
+    problem, losses, multipliers = (
+        DescentProblem(0.3, 4.0, 3),
+        torch.tensor([3, 2, 1]),
+        torch.tensor([1, 2, 3]),
+    )
     assert problem.violations(losses).tolist() == pytest.approx([0.2, -0.1, -0.4])
     assert problem.weights(multipliers).tolist() == pytest.approx([1 - 0.7 * 2, 2 - 0.7 * 3, 1 + 3])
     assert problem.lagrangian(losses, multipliers).item() == pytest.approx(-0.2, abs=1e-6)
@@ -47,13 +53,20 @@ def test_whole_numbers_are_no_reason_to_round():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_a_small_alpha_is_kept_in_every_precision(dtype):
-    alpha, close = 0.003, partial(pytest.approx, rel=0, abs=1e-15 if dtype == torch.float64 else 2e-7)
+    alpha, close = (
+        0.003,
+        partial(pytest.approx, rel=0, abs=1e-15 if dtype == torch.float64 else 2e-7),
+    )
     problem = DescentProblem(alpha, 1.0, 2)
     losses, multipliers = torch.tensor([0.5, 0.499], dtype=dtype), torch.tensor([0.125, 0.125])
     expected = naive_violations(losses.tolist(), [alpha] * 2, 1.0, [1, 2])
     assert problem.violations(losses).tolist() == close(expected)
-    assert problem.lagrangian(losses, multipliers).item() == close(losses[1].item() + 0.125 * sum(expected))
-    assert problem.weights(multipliers.to(dtype)).tolist() == close([0.125 - (1 - alpha) * 0.125, 1.125])
+    assert problem.lagrangian(losses, multipliers).item() == close(
+        losses[1].item() + 0.125 * sum(expected)
+    )
+    assert problem.weights(multipliers.to(dtype)).tolist() == close(
+        [0.125 - (1 - alpha) * 0.125, 1.125]
+    )
 
 
 def test_losses_and_multipliers_are_one_per_layer():
@@ -105,13 +118,17 @@ def test_bad_input_names_the_argument(arguments, match):
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_arrays_and_their_numbers_are_taken_as_python_s_own(array):
     problem = DescentProblem(array([0.25, 0.5, 0.75]), array(1.5), 3, [array(1), array(3)])
-    assert repr(problem.state_dict()) == repr(DescentProblem([0.25, 0.5, 0.75], 1.5, 3, [1, 3]).state_dict())
+    assert repr(problem.state_dict()) == repr(
+        DescentProblem([0.25, 0.5, 0.75], 1.5, 3, [1, 3]).state_dict()
+    )
     assert DescentProblem(array(0.5), 1.0, 3, array([1, 3])).alpha == [0.5] * 3
 
 
 @pytest.mark.parametrize("layers", [3, [1, 2.0], (), (2, 1), "1"])
 def test_bad_constrained_layers_are_shown_as_they_were_given(layers):
-    with pytest.raises(ValueError, match=re.escape(f"`constrained_layers` is {layers!r}; ") + ".*integers"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"`constrained_layers` is {layers!r}; ") + ".*integers"
+    ):
         DescentProblem(0.1, 1.0, 3, layers)
 
 
@@ -126,7 +143,14 @@ def naive_rows(alpha, f, level, f0=2.0, layers=(1, 2, 4), strength=0.6):
         if alpha == "steps":
             rows.append(("steps", layer, ratio ** (strength / len(layers)) * previous, previous))
         elif alpha == "line" and layer < 4:
-            rows.append(("line", layer, f0 ** (1 - strength * layer / 4) * level ** (strength * layer / 4), f0))
+            rows.append(
+                (
+                    "line",
+                    layer,
+                    f0 ** (1 - strength * layer / 4) * level ** (strength * layer / 4),
+                    f0,
+                )
+            )
         elif alpha == 0.3:
             rows.append(("descent", layer, 0.7 * previous, previous))
         previous = f[layer - 1]
@@ -136,7 +160,14 @@ def naive_rows(alpha, f, level, f0=2.0, layers=(1, 2, 4), strength=0.6):
 
 def mixed(alpha, **others):
     return DescentProblem(
-        alpha, 2.0, 4, [1, 2, 4], descent_strength=0.6, exit_targets=EXITS, loss_targets=BOUNDS, **others
+        alpha,
+        2.0,
+        4,
+        [1, 2, 4],
+        descent_strength=0.6,
+        exit_targets=EXITS,
+        loss_targets=BOUNDS,
+        **others,
     )
 
 
@@ -150,16 +181,22 @@ def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
     index = [row.index for row in problem.rows]
     level = None if level is None else torch.tensor(level)
     found = problem.violations(f, level)
-    assert found[index].tolist() == pytest.approx([F[layer - 1] - asked for _, layer, asked, _ in rows])
+    assert found[index].tolist() == pytest.approx(
+        [F[layer - 1] - asked for _, layer, asked, _ in rows]
+    )
     assert found.count_nonzero() == len(rows)
     tight = problem.violations(f, level, margin=0.1)
     least = {"exit": F[-1], "bound": 0.0}  # to which a margin may lower what is asked
     asked = [max(0.9 * asked, least.get(kind, asked)) for kind, _, asked, _ in rows]
-    assert tight[index].tolist() == pytest.approx([F[row[1] - 1] - a for row, a in zip(rows, asked)])
+    assert tight[index].tolist() == pytest.approx(
+        [F[row[1] - 1] - a for row, a in zip(rows, asked)]
+    )
     if level is None:
         asked, tolerances = problem.bounds(f)
         assert asked[index].tolist() == pytest.approx([row[2] for row in rows])
-        expected = [0 if reference is None else 0.1 * (reference - asked) for _, _, asked, reference in rows]
+        expected = [
+            0 if reference is None else 0.1 * (reference - asked) for _, _, asked, reference in rows
+        ]
         assert tolerances[index].tolist() == pytest.approx(expected)
     again = DescentProblem(**json.loads(json.dumps(problem.state_dict())))
     assert again.rows == problem.rows and again.state_dict() == problem.state_dict()
@@ -170,7 +207,9 @@ def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
 def test_a_margin_asks_no_exit_for_less_than_the_last_layer_reaches(eps, asked):
     """A layer as good as the last one would else be violated for ever, and its multiplier rise for ever."""
     problem = DescentProblem(None, 1.0, 3, exit_targets={1: eps})
-    assert problem.violations(torch.tensor([0.4, 0.4, 0.4]), margin=0.1).item() == pytest.approx(0.4 * (1 - asked))
+    assert problem.violations(torch.tensor([0.4, 0.4, 0.4]), margin=0.1).item() == pytest.approx(
+        0.4 * (1 - asked)
+    )
 
 
 @pytest.mark.parametrize("detach", [False, True])
@@ -178,15 +217,20 @@ def test_a_margin_asks_no_exit_for_less_than_the_last_layer_reaches(eps, asked):
 def test_the_weights_are_the_gradient_and_fixed_references_have_none(alpha, detach):
     problem, level = mixed(alpha), torch.tensor(0.7, dtype=torch.float64)
     f = torch.tensor(F, dtype=torch.float64, requires_grad=True)
-    multipliers = torch.rand(problem.num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    multipliers = torch.rand(
+        problem.num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     weights = problem.weights(multipliers, level, detach)
-    (gradient,) = torch.autograd.grad(f[-1] + multipliers @ problem.violations(f, level, detach=detach), f)
+    (gradient,) = torch.autograd.grad(
+        f[-1] + multipliers @ problem.violations(f, level, detach=detach), f
+    )
     assert weights.tolist() == pytest.approx(gradient.tolist())
     (gradient,) = torch.autograd.grad(problem.lagrangian(f, multipliers, level), f)
     assert problem.weights(multipliers, level).tolist() == pytest.approx(gradient.tolist())
     if detach or alpha in (None, "line"):  # each layer's own rows alone
         own = [
-            sum(multipliers[row.index].item() for row in problem.rows if row.layer == layer) for layer in range(1, 5)
+            sum(multipliers[row.index].item() for row in problem.rows if row.layer == layer)
+            for layer in range(1, 5)
         ]
         assert weights.tolist() == pytest.approx([*own[:3], 1 + own[3]])
 
@@ -202,7 +246,9 @@ def test_rows_that_follow_ask_for_nothing_unless_f_L_is_below_chance(alpha, leve
 def test_an_untrained_model_meets_no_row_whatever_is_asked():
     """Layers at chance or above, against each kind of row; f_0 may be given far above chance."""
     for losses in ([0.69, 0.69, 0.69], [0.6935, 0.6935, 0.6935]):
-        problems = [DescentProblem(alpha, 0.69, 3, chance_loss=0.69) for alpha in (0.01, "line", "steps")]
+        problems = [
+            DescentProblem(alpha, 0.69, 3, chance_loss=0.69) for alpha in (0.01, "line", "steps")
+        ]
         problems += [DescentProblem(0.1, 1.7, 3, chance_loss=0.69, constrained_layers=[1])]
         targets = {"exit_targets": {1: 0.1}}, {"loss_targets": {1: 0.8}}
         problems += [DescentProblem(None, 0.69, 3, **each) for each in targets]
@@ -212,17 +258,33 @@ def test_an_untrained_model_meets_no_row_whatever_is_asked():
 def test_share_and_rise_by_hand():
     problem = DescentProblem("line", 1.0, 4, chance_loss=1.0, descent_strength=0.5)
     even = torch.tensor([0.5 ** (layer / 4) for layer in range(1, 5)])
-    assert problem.descent_share(even) == pytest.approx(1.0) and largest_rise(even) == pytest.approx(0.5**0.25 - 1)
+    assert problem.descent_share(even) == pytest.approx(1.0) and largest_rise(
+        even
+    ) == pytest.approx(0.5**0.25 - 1)
     bent = torch.tensor([1.0, 0.9, 0.99, 0.5])
-    assert problem.descent_share(bent) == pytest.approx(0.0) and largest_rise(bent) == pytest.approx(0.1)
+    assert problem.descent_share(bent) == pytest.approx(0.0) and largest_rise(
+        bent
+    ) == pytest.approx(0.1)
     bent[0] = 0.95
-    shares = [math.log(1 / f) / (layer / 4 * math.log(2)) for layer, f in enumerate(bent[:3].tolist(), start=1)]
+    shares = [
+        math.log(1 / f) / (layer / 4 * math.log(2))
+        for layer, f in enumerate(bent[:3].tolist(), start=1)
+    ]
     assert problem.descent_share(bent) == pytest.approx(min(shares))
-    for nothing in (torch.ones(4), torch.tensor([0.9, 0.8, 0.7, 1.0]), torch.tensor([0.5, -0.1, 0.4, 0.3])):
+    for nothing in (
+        torch.ones(4),
+        torch.tensor([0.9, 0.8, 0.7, 1.0]),
+        torch.tensor([0.5, -0.1, 0.4, 0.3]),
+    ):
         assert problem.descent_share(nothing) is None
     assert DescentProblem(0.1, 1.0, 1, chance_loss=1.0).descent_share(torch.tensor([0.5])) is None
-    assert DescentProblem("line", 1.0, 4).descent_share(even) is None  # f_0 was given, chance not measured
-    assert largest_rise(torch.tensor([0.5, -0.1])) is None and largest_rise(torch.tensor([0.5])) is None
+    assert (
+        DescentProblem("line", 1.0, 4).descent_share(even) is None
+    )  # f_0 was given, chance not measured
+    assert (
+        largest_rise(torch.tensor([0.5, -0.1])) is None
+        and largest_rise(torch.tensor([0.5])) is None
+    )
 
 
 @pytest.mark.parametrize(

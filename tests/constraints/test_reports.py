@@ -6,7 +6,16 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import InOrder, bert, classification_data, config, language_data, llama, trained, truncated
+from tiny import (
+    InOrder,
+    bert,
+    classification_data,
+    config,
+    language_data,
+    llama,
+    trained,
+    truncated,
+)
 from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
@@ -54,15 +63,28 @@ def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp
 
     met = [score(0.7, 0.49, 0.3), score(0.7, 0.49, 0.34), score(0.6, 0.4, 0.01)]
     unmet = [score(0.9, 0.5, 0.01), score(0.99, 0.5, 0.01)]
-    unknown = [score(1.0, 1.0, 1.0, step=9), score(0.99, 0.9, 0.9, spread=0.1), score(0.7, 0.49, float("nan"))]
+    unknown = [
+        score(1.0, 1.0, 1.0, step=9),
+        score(0.99, 0.9, 0.9, spread=0.1),
+        score(0.7, 0.49, float("nan")),
+    ]
     assert met[2] > met[0] > met[1] > 0 > unmet[0] > unmet[1] > -1 > -1e8 > max(unknown)
     # Layer 1 is asked for 0.7, and may miss it by a tenth of 0.3.
-    assert unmet[0] == pytest.approx(-(0.9 - 0.7 - 0.03) / 0.3, abs=1e-3) and score(0.9, 0.5, 0.02) < unmet[0]
-    assert score(0.7, 0.49, 0.3, blocks=7) < -1e8 and unknown[0] > unknown[1]  # too little data; the later one first
-    assert unknown[1] < score(1.0, 1.0, 0.1) < score(1.0, 1.0, 0.01) < unknown[0]  # trials of a search, as long
+    assert (
+        unmet[0] == pytest.approx(-(0.9 - 0.7 - 0.03) / 0.3, abs=1e-3)
+        and score(0.9, 0.5, 0.02) < unmet[0]
+    )
+    assert (
+        score(0.7, 0.49, 0.3, blocks=7) < -1e8 and unknown[0] > unknown[1]
+    )  # too little data; the later one first
+    assert (
+        unknown[1] < score(1.0, 1.0, 0.1) < score(1.0, 1.0, 0.01) < unknown[0]
+    )  # trials of a search, as long
 
 
-def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(tmp_path):
+def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(
+    tmp_path,
+):
     state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, 1.0)
     found = measured(state, [0.5, 0.4, float("nan")])
     assert found["eval_feasible"] == 0 and found["eval_feasible_score"] < -1e8
@@ -74,18 +96,30 @@ def test_the_best_feasible_checkpoint_is_kept(tmp_path):
         load_best_model_at_end=True, metric_for_best_model="feasible_score",
     )  # fmt: skip
     trainer = trained(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
-    scores = {log["step"]: log["eval_feasible_score"] for log in trainer.state.log_history if "eval_loss" in log}
+    scores = {
+        log["step"]: log["eval_feasible_score"]
+        for log in trainer.state.log_history
+        if "eval_loss" in log
+    }
     assert trainer.state.best_model_checkpoint.endswith(f"-{max(scores, key=scores.get)}")
 
 
 def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
-    trainer = trained(bert(), config(tmp_path, max_steps=3, dual_learning_rate=1.0), InOrder, train_dataset=DATA)
+    trainer = trained(
+        bert(), config(tmp_path, max_steps=3, dual_learning_rate=1.0), InOrder, train_dataset=DATA
+    )
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     for name in ("layer_loss", "violation", "multiplier", "weight"):
-        assert all(isinstance(log[f"{name}_{layer}"], float) for log in logs for layer in (1, 2, 3)), name
-    assert [log["loss"] for log in logs] == pytest.approx([log["layer_loss_3"] for log in logs], rel=1e-6)
+        assert all(
+            isinstance(log[f"{name}_{layer}"], float) for log in logs for layer in (1, 2, 3)
+        ), name
+    assert [log["loss"] for log in logs] == pytest.approx(
+        [log["layer_loss_3"] for log in logs], rel=1e-6
+    )
     last = logs[-1]
-    assert last["violation_2"] == pytest.approx(last["layer_loss_2"] - 0.7 * last["layer_loss_1"], abs=1e-6)
+    assert last["violation_2"] == pytest.approx(
+        last["layer_loss_2"] - 0.7 * last["layer_loss_1"], abs=1e-6
+    )
     assert "train_max_violation" in trainer.state.log_history[-1]
 
 
@@ -147,7 +181,11 @@ EXIT = {"descent_alpha": None, "exit_targets": {1: 0.1}, "initial_loss_bound": "
 UNKNOWN = {"descent_alpha": None, "exit_targets": {1: 0.5}, "loss_targets": {1: 0.9}}
 MASK = torch.arange(16) % 3 == 0
 MASKED = [
-    {**row, "input_ids": row["input_ids"].masked_fill(MASK, 0), "labels": row["input_ids"].masked_fill(~MASK, -100)}
+    {
+        **row,
+        "input_ids": row["input_ids"].masked_fill(MASK, 0),
+        "labels": row["input_ids"].masked_fill(~MASK, -100),
+    }
     for row in language_data(64, length=16, seed=2)
 ]
 
@@ -161,27 +199,48 @@ LEARNED_NOTHING = {
     "head of zeros": (with_zeros_for_a_head, OF_13, EXIT, None),
     "in bfloat16": (partial(with_zeros_for_a_head, torch.bfloat16), OF_13, EXIT, None),
     "evaluated in bfloat16": (with_zeros_for_a_head, OF_13, EXIT | {"bf16_full_eval": True}, None),
-    "bound": (bert, DATA, {"descent_alpha": None, "loss_targets": {1: 1.5}, "initial_loss_bound": "auto"}, None),
+    "bound": (
+        bert,
+        DATA,
+        {"descent_alpha": None, "loss_targets": {1: 1.5}, "initial_loss_bound": "auto"},
+        None,
+    ),
     "f_0 above chance": (bert, DATA, FAR_ABOVE_CHANCE, None),
     "custom loss": (bert, DATA, FAR_ABOVE_CHANCE, custom_loss),
     "causal LM": (llama, language_data(64, length=16, seed=2), AUTO, None),
     "masked LM": (masked_bert, MASKED, AUTO, None),
     "regression": (partial(bert, num_labels=1), NUMBERS, AUTO, None),
     "denoiser": (denoiser, frames(64), AUTO, None),
-    "denoiser under noise": (denoiser, frames(64, 0.0), AUTO | {"noise_gamma": 1.0, "noise_sigma": 0.3}, None),
+    "denoiser under noise": (
+        denoiser,
+        frames(64, 0.0),
+        AUTO | {"noise_gamma": 1.0, "noise_sigma": 0.3},
+        None,
+    ),
     "unknown chance": (bert, DATA, UNKNOWN, focal_loss),
-    "other labels": (bert_of_one_answer, SKEWED, {"descent_alpha": None, "exit_targets": {1: 0.5}}, None),
+    "other labels": (
+        bert_of_one_answer,
+        SKEWED,
+        {"descent_alpha": None, "exit_targets": {1: 0.5}},
+        None,
+    ),
 }
 
 
-@pytest.mark.parametrize(("make", "rows", "given", "loss"), LEARNED_NOTHING.values(), ids=LEARNED_NOTHING)
-def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, make, rows, given, loss):
+@pytest.mark.parametrize(
+    ("make", "rows", "given", "loss"), LEARNED_NOTHING.values(), ids=LEARNED_NOTHING
+)
+def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(
+    tmp_path, make, rows, given, loss
+):
     args = config(
         tmp_path, max_steps=4, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
         **{"dual_warmup_steps": 1} | given,
     )  # fmt: skip
     trainer = trained(make(), args, train_dataset=rows, eval_dataset=rows, layer_loss_fn=loss)
-    evaluations = [log for log in trainer.state.log_history if "eval_feasible" in log] + [trainer.evaluate()]
+    evaluations = [log for log in trainer.state.log_history if "eval_feasible" in log] + [
+        trainer.evaluate()
+    ]
     assert len(evaluations) == 3
     assert all(log["eval_feasible"] == 0 > log["eval_feasible_score"] for log in evaluations)
     assert not any("eval_descent_share" in log for log in evaluations)
@@ -191,30 +250,41 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, mak
     numbers = isinstance(rows[0]["labels"], float) or make is denoiser
     profile = trainer.evaluate_layers(batch_size=2, metric="rmse" if numbers else "accuracy")
     assert not profile.feasible and "met" not in profile.certificate().verdicts
-    again = DescentTrainer(type(trainer.model).from_pretrained(tmp_path), args, eval_dataset=rows, layer_loss_fn=loss)
+    again = DescentTrainer(
+        type(trainer.model).from_pretrained(tmp_path), args, eval_dataset=rows, layer_loss_fn=loss
+    )
     assert again.evaluate()["eval_feasible"] == 0
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("rows", [DATA, SKEWED], ids=["even", "skewed"])
-def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path, caplog, rows, seed):
+def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(
+    tmp_path, caplog, rows, seed
+):
     """The running mean of its loss falls below chance by the draw of the last batches, or of the labels."""
     model = bert()
     shares = torch.bincount(torch.tensor([row["labels"] for row in rows]), minlength=3) / len(rows)
     model.classifier.weight.data.zero_()
     model.classifier.bias.data = shares.clamp(min=1e-6).log()
-    args = config(tmp_path, max_steps=12, learning_rate=1e-9, seed=seed, **AUTO | {"dual_warmup_steps": 0.5})
+    args = config(
+        tmp_path, max_steps=12, learning_rate=1e-9, seed=seed, **AUTO | {"dual_warmup_steps": 0.5}
+    )
     trainer = DescentTrainer(model, args, train_dataset=rows, eval_dataset=rows)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert "row: asked, reached" in caplog.text and "batches f_L is not clearly below chance:" in caplog.text
+    assert (
+        "row: asked, reached" in caplog.text
+        and "batches f_L is not clearly below chance:" in caplog.text
+    )
     assert "descent share" not in caplog.text
     trainer.evaluate()
     trainer.create_model_card()
     assert Certificate.from_json(tmp_path / "verdict.json").warmup_share is None
 
 
-@pytest.mark.parametrize("problem", [AUTO, AUTO | {"descent_alpha": "steps"}, {"descent_alpha": 0.01}])
+@pytest.mark.parametrize(
+    "problem", [AUTO, AUTO | {"descent_alpha": "steps"}, {"descent_alpha": 0.01}]
+)
 @pytest.mark.parametrize(
     ("make", "rows"),
     [(bert, DATA), (partial(bert, 24), DATA), (llama, language_data(64, length=16, seed=2)), (denoiser, frames(64)),
@@ -222,26 +292,36 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path
     ids=["classifier", "24 layers", "causal LM", "denoiser", "masked LM", "regression"],
 )  # fmt: skip
 def test_a_run_of_one_step_is_not_met(tmp_path, make, rows, problem):
-    args = config(tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem)
+    args = config(
+        tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem
+    )
     metrics = trained(make(), args, train_dataset=rows, eval_dataset=rows).evaluate()
-    assert metrics["eval_feasible"] == 0 > metrics["eval_feasible_score"] and "eval_descent_share" not in metrics
+    assert (
+        metrics["eval_feasible"] == 0 > metrics["eval_feasible_score"]
+        and "eval_descent_share" not in metrics
+    )
 
 
 def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
     """The running average of the layer losses that were logged until then, also to those who load the model."""
     rows = classification_data(256, pad=False)
-    args = config(tmp_path, max_steps=50, per_device_train_batch_size=32, dual_warmup_steps=45, **AUTO)
+    args = config(
+        tmp_path, max_steps=50, per_device_train_batch_size=32, dual_warmup_steps=45, **AUTO
+    )
     trainer = trained(bert(), args, train_dataset=rows, eval_dataset=rows)
     trainer.save_model()
     logs = [log for log in trainer.state.log_history if "layer_loss_1" in log][:45]
     weights = [0.98 ** (44 - step) for step in range(45)]
     means = [
-        sum(w * log[f"layer_loss_{layer}"] for w, log in zip(weights, logs)) / sum(weights) for layer in (1, 2, 3)
+        sum(w * log[f"layer_loss_{layer}"] for w, log in zip(weights, logs)) / sum(weights)
+        for layer in (1, 2, 3)
     ]
     counts = [sum(row["labels"] == label for row in rows) / 256 for label in range(3)]
     heights = [math.log(-sum(p * math.log(p) for p in counts) / mean) for mean in means]
     expected = min(3 / layer * heights[layer - 1] / heights[2] for layer in (1, 2))
-    again = DescentTrainer(BertForSequenceClassification.from_pretrained(tmp_path), args, eval_dataset=rows)
+    again = DescentTrainer(
+        BertForSequenceClassification.from_pretrained(tmp_path), args, eval_dataset=rows
+    )
     for each in (trainer, again):
         each.evaluate()
         each.args.output_dir = str(tmp_path / "card")
@@ -249,8 +329,12 @@ def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
             measure()
             each.create_model_card()
             verdict = Certificate.from_json(tmp_path / "card" / "verdict.json")
-            assert verdict.warmup_share == pytest.approx(expected, rel=1e-3) and verdict.items == 256
-            assert f"over 256 items, descent share {verdict.descent_share:.2f} (in training" in str(verdict)
+            assert (
+                verdict.warmup_share == pytest.approx(expected, rel=1e-3) and verdict.items == 256
+            )
+            assert f"over 256 items, descent share {verdict.descent_share:.2f} (in training" in str(
+                verdict
+            )
             assert f"after warm-up, {expected:.2f})" in str(verdict)
 
 
@@ -263,13 +347,20 @@ def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, cap
         trainer.train()
     assert "every row is within its tolerance" in caplog.text and "NOT" not in caplog.text
     metrics, few = trainer.evaluate(), trainer.evaluate(rows[:3])
-    assert metrics["eval_feasible"] == 1 and metrics["eval_feasible_score"] > 0 and few["eval_feasible"] == 0
+    assert (
+        metrics["eval_feasible"] == 1
+        and metrics["eval_feasible_score"] > 0
+        and few["eval_feasible"] == 0
+    )
     losses = [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
     heights = [math.log(trainer.problem.chance_loss / loss) for loss in losses]
     expected = min(3 / layer * heights[layer - 1] / heights[2] for layer in (1, 2))
     assert metrics["eval_descent_share"] == pytest.approx(expected, rel=1e-4) and expected > 0.5
     assert "too little for a verdict" in caplog.text
-    assert f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} rows are met; f_L" in caplog.text
+    assert (
+        f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} rows are met; f_L"
+        in caplog.text
+    )
     profiles = [trainer.evaluate_layers(part, batch_size=8) for part in (rows, rows[:3])]
     assert [profile.feasible for profile in profiles] == [True, False]
     assert [set(profile.certificate().verdicts) for profile in profiles] == [{"met"}, {"not shown"}]

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import InOrder, batches, bert, classification_data, config, llama, naive_layer_losses, trained
+from tiny import (
+    InOrder,
+    batches,
+    bert,
+    classification_data,
+    config,
+    llama,
+    naive_layer_losses,
+    trained,
+)
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_descent import DescentTrainer
@@ -17,7 +26,9 @@ DATA_TEST = classification_data(32, seed=1)
 
 
 def test_fractional_warm_up_counts_all_steps(tmp_path):
-    trainer = trained(bert(), config(tmp_path, max_steps=10, dual_warmup_steps=0.35), train_dataset=DATA)
+    trainer = trained(
+        bert(), config(tmp_path, max_steps=10, dual_warmup_steps=0.35), train_dataset=DATA
+    )
     first = next(log["step"] for log in trainer.state.log_history if log.get("multiplier_1", 0) > 0)
     assert first == 5  # ceil(3.5) = 4 inactive steps
 
@@ -29,16 +40,29 @@ def test_fractional_warm_up_counts_all_steps(tmp_path):
         ({"constrained_layers": [1, 3]}, {"negative_weights": "keep"}),
     ],
 )
-def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another_under_its_constraints(tmp_path, given, own):
+def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another_under_its_constraints(
+    tmp_path, given, own
+):
     args = config(tmp_path / "constrained", dual_learning_rate=0.3, **given)
     constrained = trained(bert(), args, InOrder, train_dataset=DATA)
     constrained.save_model()
-    args = config(tmp_path / "fixed", objective="fixed", fixed_multipliers=str(tmp_path / "constrained"), **own)
+    args = config(
+        tmp_path / "fixed",
+        objective="fixed",
+        fixed_multipliers=str(tmp_path / "constrained"),
+        **own,
+    )
     fixed = trained(bert(), args, InOrder, train_dataset=DATA)
     assert torch.equal(fixed.multipliers.values, constrained.multipliers.values)
     assert fixed.problem.state_dict() == constrained.problem.state_dict()
-    weights = constrained.problem.weights(constrained.multipliers.values).clamp(min=-math.inf if own else 0).tolist()
-    assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
+    weights = (
+        constrained.problem.weights(constrained.multipliers.values)
+        .clamp(min=-math.inf if own else 0)
+        .tolist()
+    )
+    assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+        weights
+    )
 
 
 def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
@@ -46,7 +70,9 @@ def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
             trainer.optimizer._is_overflow = state.global_step in (2, 3)
 
-    trainer = InOrder(bert(), config(tmp_path, dual_optim="sgd"), train_dataset=DATA, callbacks=[Overflow()])
+    trainer = InOrder(
+        bert(), config(tmp_path, dual_optim="sgd"), train_dataset=DATA, callbacks=[Overflow()]
+    )
     trainer.train()
     values = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
     assert trainer.multipliers.steps.item() == 4 and len(set(values)) == len(values)
@@ -75,11 +101,20 @@ def shifted_loss(outputs, labels, num_items_in_batch=None):
 def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
     rows = torch.randint(600, (32, 12), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
-    args = {"initial_loss_bound": "auto", "dual_warmup_steps": 2, "max_steps": 3, "readout_token_fraction": 1.0}
+    args = {
+        "initial_loss_bound": "auto",
+        "dual_warmup_steps": 2,
+        "max_steps": 3,
+        "readout_token_fraction": 1.0,
+    }
 
     def run(loss):
         return trained(
-            llama(vocab_size=600), config(tmp_path, **args), InOrder, train_dataset=data, compute_loss_func=loss
+            llama(vocab_size=600),
+            config(tmp_path, **args),
+            InOrder,
+            train_dataset=data,
+            compute_loss_func=loss,
         )
 
     bounds = [run(loss).problem.initial_loss_bound for loss in (None, shifted_loss)]
@@ -94,8 +129,18 @@ def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
 
 
 def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp_path):
-    args = config(tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=2, dual_optim="sgd")
-    logs = [log for log in trained(bert(), args, InOrder, train_dataset=DATA).state.log_history if "loss" in log]
+    args = config(
+        tmp_path,
+        descent_alpha="auto",
+        initial_loss_bound=4.0,
+        dual_warmup_steps=2,
+        dual_optim="sgd",
+    )
+    logs = [
+        log
+        for log in trained(bert(), args, InOrder, train_dataset=DATA).state.log_history
+        if "loss" in log
+    ]
     average, values = 0.0, [0.0, 0.0]
     for step, log in enumerate(logs, start=1):
         average = 0.98 * average + 0.02 * log["loss"]
@@ -119,7 +164,9 @@ def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
             **targets,
         )  # fmt: skip
         stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
-        trainer = trained(learned.model, args, train_dataset=DATA, eval_dataset=DATA, callbacks=stopping)
+        trainer = trained(
+            learned.model, args, train_dataset=DATA, eval_dataset=DATA, callbacks=stopping
+        )
         assert trainer.state.global_step == steps
 
 
@@ -140,8 +187,12 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
 
 
 def test_a_multiplier_of_zero_is_not_said_to_rise(tmp_path, caplog):
-    state = DescentState(config(tmp_path, descent_alpha=None, loss_targets={1: 0.5}, dual_warmup_steps=99), 3, 109, 0)
-    for step in range(109):  # met since the multipliers move, but not by the mean over the last 50 steps
+    state = DescentState(
+        config(tmp_path, descent_alpha=None, loss_targets={1: 0.5}, dual_warmup_steps=99), 3, 109, 0
+    )
+    for step in range(
+        109
+    ):  # met since the multipliers move, but not by the mean over the last 50 steps
         state.dual_step(torch.full((3,), 0.9 if step < 99 else 0.4), step)
     assert not state.multipliers.values.any() and not caplog.text
 
@@ -151,7 +202,10 @@ def test_a_run_with_fixed_weights_is_judged_by_the_same_rows(tmp_path, settings)
     args = config(tmp_path, objective="deep_supervision", dual_warmup_steps=2, **settings)
     trainer = trained(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
     assert {"eval_feasible", "eval_max_violation", "eval_largest_rise"} <= trainer.evaluate().keys()
-    assert "train_max_violation" in trainer.state.log_history[-2] and not trainer.multipliers.values.any()
+    assert (
+        "train_max_violation" in trainer.state.log_history[-2]
+        and not trainer.multipliers.values.any()
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,13 +217,19 @@ def test_a_run_with_fixed_weights_is_judged_by_the_same_rows(tmp_path, settings)
             lambda f: (1.5 * f[2] + 4.5 * f[3]) / 6,
         ),
         (
-            {"objective": "deep_supervision", "penalty_coefficient": 0.4, "constrained_layers": [2]},
+            {
+                "objective": "deep_supervision",
+                "penalty_coefficient": 0.4,
+                "constrained_layers": [2],
+            },
             lambda f: 0.4 * f[1] + f[3],
         ),
     ],
 )
 def test_a_step_on_fixed_weights_is_one_on_their_sum_written_out(tmp_path, settings, objective):
-    args = config(tmp_path, max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, **settings)
+    args = config(
+        tmp_path, max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, **settings
+    )
     trainer, model = InOrder(bert(num_layers=4), args, train_dataset=DATA), bert(num_layers=4)
     trainer.train()
     losses = naive_layer_losses(model, next(batches(DATA)))
@@ -178,11 +238,17 @@ def test_a_step_on_fixed_weights_is_one_on_their_sum_written_out(tmp_path, setti
         torch.testing.assert_close(after, parameter - 0.1 * parameter.grad)
     logged = trainer.state.log_history[0]
     assert logged["loss"] == pytest.approx(losses[-1].item(), rel=1e-4)
-    if settings["objective"] == "deep_supervision":  # what is logged of a curriculum is that of the next step
-        assert [logged[f"weight_{layer}"] for layer in (1, 2, 3, 4)] == pytest.approx([0, 0.4, 0, 1])
+    if (
+        settings["objective"] == "deep_supervision"
+    ):  # what is logged of a curriculum is that of the next step
+        assert [logged[f"weight_{layer}"] for layer in (1, 2, 3, 4)] == pytest.approx(
+            [0, 0.4, 0, 1]
+        )
 
 
-@pytest.mark.parametrize(("alpha", "match"), [([0.1, 0.2], "has 2 values"), ("auto", "layer 1 has no gradient")])
+@pytest.mark.parametrize(
+    ("alpha", "match"), [([0.1, 0.2], "has 2 values"), ("auto", "layer 1 has no gradient")]
+)
 def test_auto_does_not_put_off_the_checks_to_the_end_of_warm_up(tmp_path, alpha, match):
     model = bert()
     model.bert.embeddings.requires_grad_(False)

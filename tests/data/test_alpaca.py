@@ -5,11 +5,21 @@ from datasets import Dataset
 from tiny import tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from hf_descent.data.alpaca import AlpacaArguments, completion_labels, format_prompt, load_alpaca, prompt_ids
+from hf_descent.data.alpaca import (
+    AlpacaArguments,
+    completion_labels,
+    format_prompt,
+    load_alpaca,
+    prompt_ids,
+)
 
 
 ROWS = [
-    {"instruction": f"Double {i}.", "input": "" if i % 2 else f"of {i}", "output": str(2 * i) if i else ""}
+    {
+        "instruction": f"Double {i}.",
+        "input": "" if i % 2 else f"of {i}",
+        "output": str(2 * i) if i else "",
+    }
     for i in range(41)
 ]
 
@@ -22,7 +32,10 @@ def train_file(tmp_path):
 
 def test_rows_become_alpacas_prompts(train_file, caplog):
     caplog.set_level("INFO", "hf_descent.data")
-    splits = load_alpaca(AlpacaArguments(train_file=train_file, validation_split_percentage=25), tokenizer(chat=False))
+    splits = load_alpaca(
+        AlpacaArguments(train_file=train_file, validation_split_percentage=25),
+        tokenizer(chat=False),
+    )
     assert [len(splits[name]) for name in ("train", "validation")] == [30, 10]
     assert "Dropped 1 of the 41 train rows" in caplog.text
     rows = {row["completion"]: row["prompt"] for name in splits for row in splits[name]}
@@ -50,9 +63,13 @@ def test_a_chat_template_takes_the_place_of_alpacas(train_file):
 
 
 def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
-    rows = Dataset.from_list([{"instruction": f"Double {i}.", "output": str(2 * i), "more": 1} for i in range(1, 21)])
+    rows = Dataset.from_list(
+        [{"instruction": f"Double {i}.", "output": str(2 * i), "more": 1} for i in range(1, 21)]
+    )
     opened = []
-    monkeypatch.setattr("hf_descent.data.splits.load_dataset", lambda *args, **kwargs: opened.append(args) or rows)
+    monkeypatch.setattr(
+        "hf_descent.data.splits.load_dataset", lambda *args, **kwargs: opened.append(args) or rows
+    )
     splits = load_alpaca(AlpacaArguments(), tokenizer(chat=False))
     assert opened == [("tatsu-lab/alpaca", None)]
     assert splits["train"].column_names == ["prompt", "completion"]
@@ -66,7 +83,10 @@ def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
         ({"instruction": "a", "output": 0}, "1 rows whose output is not a string"),
         ({"instruction": "a", "input": 0, "output": "b"}, "1 rows whose input is not a string"),
         ({"instruction": "a", "output": ""}, "no row with a value of `output`"),
-        ({"question": "a", "answer": "b"}, r"no column \['instruction', 'output'\]; it has \['question', 'answer'\]"),
+        (
+            {"question": "a", "answer": "b"},
+            r"no column \['instruction', 'output'\]; it has \['question', 'answer'\]",
+        ),
     ],
 )
 def test_rows_that_are_no_texts_are_refused(tmp_path, row, message):
@@ -79,6 +99,12 @@ def test_rows_that_are_no_texts_are_refused(tmp_path, row, message):
 def test_a_prompt_has_no_end_of_text_where_the_tokenizer_adds_one():
     own = tokenizer(chat=False)
     plain = own("Add 1.")["input_ids"]
-    own._tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    own._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
     assert prompt_ids("Add 1.", own) == [1, *plain]
-    assert completion_labels({"prompt": "Add 1.", "completion": None}, own)["labels"] == [1, *plain, 2]
+    assert completion_labels({"prompt": "Add 1.", "completion": None}, own)["labels"] == [
+        1,
+        *plain,
+        2,
+    ]

@@ -18,7 +18,9 @@ def columns(monkeypatch):
 
     def clips(held_out, axis=1):
         photo = np.repeat(255 * np.indices((40, WIDTH))[axis, ..., None] / WIDTH, 3, axis=2)
-        monkeypatch.setattr(pans, "load_sample_images", lambda: SimpleNamespace(images=[photo, photo]))
+        monkeypatch.setattr(
+            pans, "load_sample_images", lambda: SimpleNamespace(images=[photo, photo])
+        )
         found = WIDTH * pans.photo_pans(64, held_out).double().unflatten(-1, (pans.PATCH_SIZE,) * 2)
         return found if axis else found.mT
 
@@ -30,7 +32,9 @@ def columns(monkeypatch):
 def test_a_window_moves_at_constant_speed(columns, held_out, axis):
     found = columns(held_out, axis)
     places = torch.arange(pans.PATCH_SIZE).double()
-    torch.testing.assert_close(found, (found[..., :1, :1] + places).expand_as(found), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        found, (found[..., :1, :1] + places).expand_as(found), atol=1e-4, rtol=0
+    )
     steps = found[:, 1:, 0, 0] - found[:, :-1, 0, 0]  # [clips, frames - 1]
     torch.testing.assert_close(steps, steps[:, :1].expand_as(steps), atol=1e-4, rtol=0)
     assert 0.5 < steps.abs().max() <= pans.MAX_SPEED + 1e-4

@@ -6,7 +6,13 @@ from architectures import MODELS, build
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from tiny import bert, llama, word_tokenizer
 
-from hf_descent.data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
+from hf_descent.data.text import (
+    DataArguments,
+    align_classes,
+    load_text_classification,
+    most_tokens,
+    tokenize,
+)
 
 
 ROWS = [{"text": f"row {i} of many", "label": i % 2} for i in range(40)]
@@ -51,27 +57,47 @@ def test_every_file_type_gives_the_same_rows(tmp_path, suffix):
 
 def test_validation_is_drawn_from_train_once_for_all_seeds(train_file):
     splits, again, other = (
-        load_text_classification(DataArguments(train_file=train_file, validation_split_percentage=25, split_seed=seed))
+        load_text_classification(
+            DataArguments(train_file=train_file, validation_split_percentage=25, split_seed=seed)
+        )
         for seed in (0, 0, 1)
     )
     assert (len(splits["train"]), len(splits["validation"])) == (30, 10)
-    assert rows_of(splits["validation"]) == rows_of(again["validation"]) != rows_of(other["validation"])
-    assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(row["text"] for row in ROWS)
+    assert (
+        rows_of(splits["validation"])
+        == rows_of(again["validation"])
+        != rows_of(other["validation"])
+    )
+    assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(
+        row["text"] for row in ROWS
+    )
 
 
 def test_limits_draw_at_random_and_spare_the_test_split_from_training(tmp_path):
     ordered = write(tmp_path / "train.parquet", sorted(ROWS, key=lambda row: row["label"]))
-    test = write(tmp_path / "test.parquet", [{"text": f"unseen {i}", "label": i % 2} for i in range(20)])
+    test = write(
+        tmp_path / "test.parquet", [{"text": f"unseen {i}", "label": i % 2} for i in range(20)]
+    )
     splits = load_text_classification(
         DataArguments(train_file=ordered, test_file=test, max_train_samples=16, max_eval_samples=4)
     )
-    assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 2, "test": 4}
-    assert set(splits["train"]["labels"]) == {0, 1}  # the file is sorted by class: its first 16 rows are all of one
+    assert {name: len(rows) for name, rows in splits.items()} == {
+        "train": 16,
+        "validation": 2,
+        "test": 4,
+    }
+    assert set(splits["train"]["labels"]) == {
+        0,
+        1,
+    }  # the file is sorted by class: its first 16 rows are all of one
     args = DataArguments(train_file=ordered, validation_file=ordered, max_train_samples=16)
     for rows in load_text_classification(args).values():
         assert len(set(rows["labels"][:8])) == 2
     assert all(row.startswith("unseen") for row in splits["test"]["text"])
-    assert not any(row.startswith("unseen") for row in [*splits["train"]["text"], *splits["validation"]["text"]])
+    assert not any(
+        row.startswith("unseen")
+        for row in [*splits["train"]["text"], *splits["validation"]["text"]]
+    )
 
 
 def test_pairs_and_column_names(tmp_path):
@@ -83,29 +109,43 @@ def test_pairs_and_column_names(tmp_path):
     train = load_text_classification(args)["train"]
     assert train.column_names == ["text", "text_pair", "labels"]
     assert all(
-        int(row["text"][1:]) % 3 == row["labels"] and row["text_pair"] == "h" + row["text"][1:] for row in train
+        int(row["text"][1:]) % 3 == row["labels"] and row["text_pair"] == "h" + row["text"][1:]
+        for row in train
     )
 
 
 @pytest.mark.parametrize(
-    ("labels", "names"), [(["pos", "neg", "neutral"], ["neg", "neutral", "pos"]), ([10, 9, 1], ["1", "9", "10"])]
+    ("labels", "names"),
+    [(["pos", "neg", "neutral"], ["neg", "neutral", "pos"]), ([10, 9, 1], ["1", "9", "10"])],
 )
 def test_classes_are_sorted_and_shared_by_all_splits(tmp_path, labels, names):
     train = write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in labels])
     test = write(tmp_path / "test.csv", [{"text": "b", "label": label} for label in labels[:2]])
-    splits = load_text_classification(DataArguments(train_file=train, validation_file=train, test_file=test))
+    splits = load_text_classification(
+        DataArguments(train_file=train, validation_file=train, test_file=test)
+    )
     assert all(rows.features["labels"].names == names for rows in splits.values())
-    assert sorted(splits["test"]["labels"]) == sorted(names.index(str(label)) for label in labels[:2])
+    assert sorted(splits["test"]["labels"]) == sorted(
+        names.index(str(label)) for label in labels[:2]
+    )
 
 
 @pytest.mark.parametrize(
     ("labels", "classes", "expected"),
     [
-        (["pos", "neg", "pos"], ["neutral", "neg", "pos"], [2, 1, 2]),  # one class of the model does not occur
+        (
+            ["pos", "neg", "pos"],
+            ["neutral", "neg", "pos"],
+            [2, 1, 2],
+        ),  # one class of the model does not occur
         (["b", "a", "b"], ["b", "a"], [0, 1, 0]),  # in the order of another data set
         ([2, 0, 2], ["LABEL_0", "LABEL_1", "LABEL_2"], [2, 0, 2]),
         ([0, 1, 0], ["negative", "positive"], [0, 1, 0]),
-        (["pos", "neg", "pos"], ["LABEL_0", "LABEL_1"], [1, 0, 1]),  # nothing else is known of the model's
+        (
+            ["pos", "neg", "pos"],
+            ["LABEL_0", "LABEL_1"],
+            [1, 0, 1],
+        ),  # nothing else is known of the model's
         (["positive", "negative", "positive"], ["POSITIVE", "NEGATIVE"], [0, 1, 0]),
         (["a", "A", "a"], ["A", "a"], [1, 0, 1]),
         (["a", "A", "a"], ["A", "b"], None),
@@ -115,8 +155,12 @@ def test_classes_are_sorted_and_shared_by_all_splits(tmp_path, labels, names):
     ],
 )
 def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expected):
-    path = write(tmp_path / "rows.csv", [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)])
-    splits = load_text_classification(DataArguments(train_file=path, validation_file=path, test_file=path))
+    path = write(
+        tmp_path / "rows.csv", [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+    )
+    splits = load_text_classification(
+        DataArguments(train_file=path, validation_file=path, test_file=path)
+    )
     id2label = dict(enumerate(classes))
     if expected is None:
         with pytest.raises(ValueError, match=r"The data has the classes .*, and the model \["):
@@ -129,8 +173,18 @@ def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expect
 @pytest.mark.parametrize(
     ("names", "labels", "classes", "expected"),
     [
-        (["1", "2", "3"], [0, 1], ["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1]),  # a few rows, counted as all of them
-        (["neg", "pos", "unsup"], [0, 1, 0], ["pos", "neg"], [1, 0, 1]),  # a class that does not occur has no number
+        (
+            ["1", "2", "3"],
+            [0, 1],
+            ["LABEL_0", "LABEL_1", "LABEL_2"],
+            [0, 1],
+        ),  # a few rows, counted as all of them
+        (
+            ["neg", "pos", "unsup"],
+            [0, 1, 0],
+            ["pos", "neg"],
+            [1, 0, 1],
+        ),  # a class that does not occur has no number
     ],
 )
 def test_named_classes_keep_their_meaning(names, labels, classes, expected):
@@ -142,7 +196,9 @@ def test_named_classes_keep_their_meaning(names, labels, classes, expected):
 
 def test_unlabelled_rows_are_dropped_and_counted(tmp_path, caplog):
     caplog.set_level("INFO", "hf_descent.data")
-    path = write(tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": None} for _ in range(3))])
+    path = write(
+        tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": None} for _ in range(3))]
+    )
     splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
     assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
     assert caplog.text.count("Dropped 3 of the 43") == 2
@@ -152,13 +208,18 @@ def test_unlabelled_rows_are_dropped_and_counted(tmp_path, caplog):
     ("lines", "expected"),
     [
         ("null,0\nNA,1\nlost,\nnone,1\n", [("NA", "1"), ("none", "1"), ("null", "0")]),
-        ("a, pos\nb,pos\nc,neg\nlost, \n", [("a", "pos"), ("b", "pos"), ("c", "neg")]),  # a blank makes no class
+        (
+            "a, pos\nb,pos\nc,neg\nlost, \n",
+            [("a", "pos"), ("b", "pos"), ("c", "neg")],
+        ),  # a blank makes no class
     ],
 )
 def test_empty_csv_labels_count_as_missing_and_null_is_a_text(tmp_path, lines, expected):
     path = tmp_path / "train.csv"
     path.write_text(f"text,label\n{lines}")
-    splits = load_text_classification(DataArguments(train_file=str(path), validation_file=str(path)))
+    splits = load_text_classification(
+        DataArguments(train_file=str(path), validation_file=str(path))
+    )
     assert rows_of(splits["train"]) == expected
 
 
@@ -187,11 +248,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
 def test_hub_splits_keep_their_class_names(monkeypatch):
     features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
     hub = {
-        ("train", None): Dataset.from_dict({"text": ["a", "b", "c", "d"] * 10, "label": [1, 1, 0, -1] * 10}, features),
+        ("train", None): Dataset.from_dict(
+            {"text": ["a", "b", "c", "d"] * 10, "label": [1, 1, 0, -1] * 10}, features
+        ),
         ("held_out", None): Dataset.from_dict({"text": ["e", "f"], "label": [1, 0]}, features),
     }
-    monkeypatch.setattr("hf_descent.data.splits.load_dataset", lambda name, config, split: hub[split, config])
-    splits = load_text_classification(DataArguments(dataset_name="someone/reviews", test_split="held_out"))
+    monkeypatch.setattr(
+        "hf_descent.data.splits.load_dataset", lambda name, config, split: hub[split, config]
+    )
+    splits = load_text_classification(
+        DataArguments(dataset_name="someone/reviews", test_split="held_out")
+    )
     assert rows_of(splits["test"]) == [("e", "pos"), ("f", "neg")]
     assert len(splits["train"]) + len(splits["validation"]) == 30
     assert {("c", "neg"), ("a", "pos")} < set(rows_of(splits["train"]))
@@ -204,13 +271,21 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
         ({"train_file": "nowhere.csv"}, "nowhere.csv"),
         ({"train_file": "rows.xlsx"}, "ends in one of .csv"),
         ({"dataset_name": "a/b", "test_file": "test.csv"}, "need `train_file`"),
-        ({"train_file": "TRAIN", "text_column": "review"}, "no column \\['review'\\]; it has \\['text', 'label'\\]"),
+        (
+            {"train_file": "TRAIN", "text_column": "review"},
+            "no column \\['review'\\]; it has \\['text', 'label'\\]",
+        ),
         ({"train_file": "TRAIN", "text_column": "label"}, "Two of text, labels are in one column"),
-        ({"train_file": "TRAIN", "text_column": "label", "label_column": "text"}, "40 rows whose text is not a str"),
+        (
+            {"train_file": "TRAIN", "text_column": "label", "label_column": "text"},
+            "40 rows whose text is not a str",
+        ),
     ],
 )
 def test_bad_arguments_are_named(train_file, arguments, message):
-    arguments = {name: train_file if value == "TRAIN" else value for name, value in arguments.items()}
+    arguments = {
+        name: train_file if value == "TRAIN" else value for name, value in arguments.items()
+    }
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         load_text_classification(DataArguments(**arguments))
 
@@ -250,7 +325,11 @@ def test_tokenize_cuts_but_does_not_pad(tokenizer):
     splits = DatasetDict(train=Dataset.from_dict(rows))
     for limit, expected in ((6, [[2, 3, 4], [4] * 5 + [2]]), (3, [[2, 3, 4], [4, 4, 2]])):
         rows = tokenize(splits, tokenizer, limit)["train"]
-        assert rows["input_ids"][:] == expected and rows["labels"][:] == [0, 1] and "text" not in rows.column_names
+        assert (
+            rows["input_ids"][:] == expected
+            and rows["labels"][:] == [0, 1]
+            and "text" not in rows.column_names
+        )
 
 
 def test_lengths_beyond_a_limit_are_refused(tokenizer):

@@ -35,14 +35,22 @@ def write_frames(folder, count, suffix, seed=0):
 
 
 def arguments(**values):
-    sizes = {"num_frames": 4, "frame_size": SIZE, "patch_size": 8, "split_gap": 2, "validation_percentage": 20}
+    sizes = {
+        "num_frames": 4,
+        "frame_size": SIZE,
+        "patch_size": 8,
+        "split_gap": 2,
+        "validation_percentage": 20,
+    }
     return VideoArguments(**{**sizes, "split_by": "time", **values})
 
 
 @pytest.mark.parametrize("suffix", [".tif", ".png", ".bmp", ".avi"])
 def test_frames_come_in_natural_order(tmp_path, suffix):
     path = tmp_path / f"frames{suffix}"
-    (write_video if suffix == ".avi" else lambda path, count: write_frames(path, count, suffix))(path, 12)
+    (write_video if suffix == ".avi" else lambda path, count: write_frames(path, count, suffix))(
+        path, 12
+    )
     if path.is_dir():
         (path / "notes.txt").write_text("no frame")
         (path / f"._3{suffix}").write_bytes(b"no frame either")
@@ -56,11 +64,18 @@ def test_frames_come_in_natural_order(tmp_path, suffix):
 def test_files_and_folders_are_resized_alike(tmp_path):
     path = write_video(tmp_path / "video.avi", 1, height=48, width=80)
     (tmp_path / "frames").mkdir()
-    Image.fromarray(np.stack([pixels(0, 48, 80)] * 3, axis=2)).save(tmp_path / "frames" / "1.png")  # color
-    decoded, loaded = (next(read_frames(str(p), SIZE)).astype(int) for p in (path, tmp_path / "frames"))
+    Image.fromarray(np.stack([pixels(0, 48, 80)] * 3, axis=2)).save(
+        tmp_path / "frames" / "1.png"
+    )  # color
+    decoded, loaded = (
+        next(read_frames(str(p), SIZE)).astype(int) for p in (path, tmp_path / "frames")
+    )
     assert decoded.shape == loaded.shape == (SIZE, SIZE)
     assert np.abs(decoded - loaded).max() <= 2
-    assert np.corrcoef(decoded.ravel(), np.mgrid[:SIZE, :SIZE].T.reshape(-1, 2) @ [160, 48])[0, 1] > 0.9
+    assert (
+        np.corrcoef(decoded.ravel(), np.mgrid[:SIZE, :SIZE].T.reshape(-1, 2) @ [160, 48])[0, 1]
+        > 0.9
+    )
 
 
 def test_color_jpegs_are_read_as_the_gray_of_their_colors(tmp_path):
@@ -78,9 +93,16 @@ def test_videos_are_held_out_whole_and_patterns_leave_other_folders_out(tmp_path
         write_frames(tmp_path / "Train" / f"Train{number:03}", 9, ".tif", seed=number)
     write_frames(tmp_path / "Test" / "Test001", 9, ".tif")
     write_frames(tmp_path / "Test" / "Test001_gt", 9, ".bmp", seed=9)  # masks, as in UCSD
-    files = {f"{name.lower()}_files": [f"{tmp_path}/{name}/{name}[0-9][0-9][0-9]"] for name in ("Train", "Test")}
+    files = {
+        f"{name.lower()}_files": [f"{tmp_path}/{name}/{name}[0-9][0-9][0-9]"]
+        for name in ("Train", "Test")
+    }
     clips = load_clips(arguments(**files, split_by="video"))
-    assert {name: len(split) for name, split in clips.items()} == {"train": 4, "validation": 2, "test": 2}
+    assert {name: len(split) for name, split in clips.items()} == {
+        "train": 4,
+        "validation": 2,
+        "test": 2,
+    }
     videos = {name: set(split["video"]) for name, split in clips.items()}
     assert len(videos["train"]) == 2 and not videos["train"] & videos["validation"]
     row = clips["test"].with_format("numpy")[1]
@@ -91,14 +113,19 @@ def test_videos_are_held_out_whole_and_patterns_leave_other_folders_out(tmp_path
 def test_parts_of_a_video_lie_a_gap_apart(tmp_path):
     path = write_video(tmp_path / "video.avi", 44)
     clips = load_clips(arguments(train_files=[path], validation_percentage=30))
-    frames = {name: {start + i for start in split["start"] for i in range(4)} for name, split in clips.items()}
+    frames = {
+        name: {start + i for start in split["start"] for i in range(4)}
+        for name, split in clips.items()
+    }
     assert frames == {
         "train": set(range(28)),
         "validation": set(range(31, 43)),
     }  # 44 frames less a gap of 2: 29 and 13
     for split in clips.values():
         for row in split.with_format("numpy"):
-            np.testing.assert_array_equal(row["frames"], [pixels(row["start"] + i) for i in range(4)])
+            np.testing.assert_array_equal(
+                row["frames"], [pixels(row["start"] + i) for i in range(4)]
+            )
 
 
 def test_patches_are_cut_row_by_row():
@@ -118,15 +145,21 @@ def test_rows_hold_every_pixel_once(tmp_path):
     patches = PatchTask(8).rows(clips)
     assert len(patches) == len(clips) * 16
     batch = PatchTask(8).collate(list(patches))
-    assert batch["pixel_values"].dtype == torch.float32 and torch.equal(batch["pixel_values"], batch["labels"])
+    assert batch["pixel_values"].dtype == torch.float32 and torch.equal(
+        batch["pixel_values"], batch["labels"]
+    )
     torch.testing.assert_close(batch["labels"], to_patches(frames, 8).flatten(0, 1) / 255)
     images = ImageTask.rows(clips)
-    assert torch.equal(torch.stack([row["pixel_values"] for row in images]).to(torch.uint8), frames.flatten(0, 1))
+    assert torch.equal(
+        torch.stack([row["pixel_values"] for row in images]).to(torch.uint8), frames.flatten(0, 1)
+    )
 
 
 def test_decoded_once_until_the_file_changes(tmp_path, monkeypatch):
     def first_frame(path):
-        return load_clips(arguments(train_files=[path]))["train"].with_format("numpy")[0]["frames"][0]
+        return load_clips(arguments(train_files=[path]))["train"].with_format("numpy")[0]["frames"][
+            0
+        ]
 
     path = write_video(tmp_path / "video.avi", 30)
     np.testing.assert_array_equal(first_frame(path), pixels(0))
@@ -160,11 +193,15 @@ def test_the_videos_held_out_are_drawn_by_the_split_seed(tmp_path):
     paths = [write_frames(tmp_path / str(number), 4, ".bmp") for number in range(6)]
 
     def held_out(seed):
-        (video,) = split_videos(arguments(train_files=paths, split_by="video", split_seed=seed))["validation"]
+        (video,) = split_videos(arguments(train_files=paths, split_by="video", split_seed=seed))[
+            "validation"
+        ]
         return video.path
 
     assert held_out(0) == held_out(0) and len({held_out(seed) for seed in range(5)}) > 1
-    most = split_videos(arguments(train_files=paths[:2], split_by="video", validation_percentage=90))
+    most = split_videos(
+        arguments(train_files=paths[:2], split_by="video", validation_percentage=90)
+    )
     assert len(most["train"]) == 1
 
 
@@ -187,7 +224,9 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path, name):
     if name == "3.tif":  # in colors that the decoder does not know
         (tmp_path / "frames" / "3.png").unlink()
         Image.fromarray(np.zeros((8, 8, 3), np.uint8), "LAB").save(tmp_path / "frames" / name)
-    with pytest.raises(ValueError, match=rf"frames/{re.escape(name)} cannot be read as a video or an image"):
+    with pytest.raises(
+        ValueError, match=rf"frames/{re.escape(name)} cannot be read as a video or an image"
+    ):
         load_clips(arguments(train_files=[str(tmp_path / "frames")]))
 
 
@@ -226,4 +265,6 @@ def test_splits_without_a_clip_are_refused(tmp_path, shares, match):
 def test_a_video_too_short_for_the_gaps_between_parts_is_left_out(tmp_path):
     paths = [write_video(tmp_path / "long.avi", 60), write_video(tmp_path / "short.avi", 3, seed=1)]
     splits = load_clips(arguments(train_files=paths, split_gap=10))
-    assert {name for split in splits.values() for name in split["video"]} == {os.path.realpath(paths[0])}
+    assert {name for split in splits.values() for name in split["video"]} == {
+        os.path.realpath(paths[0])
+    }

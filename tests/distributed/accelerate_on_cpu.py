@@ -7,7 +7,10 @@ from accelerate.utils import DistributedType
 
 
 def keep_sharding_on_cpu():
-    if "true" not in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
+    if "true" not in (
+        os.environ.get("ACCELERATE_USE_FSDP"),
+        os.environ.get("ACCELERATE_USE_DEEPSPEED"),
+    ):
         return
     init = PartialState.__init__
 

@@ -37,13 +37,21 @@ def start(folder, jobs, backend="cpu_ddp"):
 
 def run(backend, *words):
     """Two processes of a script, with the words behind it."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{backend}.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIGS / f"{backend}.yaml"),
+    ]
     command += ["--num_processes", "2", "--mixed_precision", "no", *map(str, words)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1500)
 
 
 def read(folder):
-    return json.loads((folder / "result.json").read_text()), torch.load(folder / "weights.pt", weights_only=True)
+    return json.loads((folder / "result.json").read_text()), torch.load(
+        folder / "weights.pt", weights_only=True
+    )
 
 
 def assert_same(single, double, coarse=1):
@@ -55,7 +63,9 @@ def assert_same(single, double, coarse=1):
     assert double["losses"] == pytest.approx(single["losses"], rel=1e-4 * coarse)
     assert double["path"] == pytest.approx(single["path"], **tolerance)
     assert double["eval"] == pytest.approx(single["eval"], rel=1e-4 * coarse)
-    one, two = (json.loads(json.dumps(run["problem"])) for run in (single, double))  # the latter was written
+    one, two = (
+        json.loads(json.dumps(run["problem"])) for run in (single, double)
+    )  # the latter was written
     for name in ("initial_loss_bound", "chance_loss"):
         # Of a number alone: plain training has none.
         assert (two.pop(name, None) or 0.0) == pytest.approx(one.pop(name, None) or 0.0, rel=1e-4)

@@ -24,19 +24,34 @@ from hf_descent import DescentTrainer
 
 keep_sharding_on_cpu()
 ODD = 41  # rows of the table and the head, which two processes cannot share evenly
-SETTINGS = {"max_steps": 2, "per_device_train_batch_size": 2, "bf16": True, "optim": "adamw_torch_fused"}
+SETTINGS = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "bf16": True,
+    "optim": "adamw_torch_fused",
+}
 # DeepSpeed's constants are for billions of weights. Here they are as large a part of the weights of `deep`.
-BUFFERS = {"reduce_bucket_size": 20_000, "allgather_bucket_size": 20_000, "stage3_prefetch_bucket_size": 2_000}
+BUFFERS = {
+    "reduce_bucket_size": 20_000,
+    "allgather_bucket_size": 20_000,
+    "stage3_prefetch_bucket_size": 2_000,
+}
 BUFFERS |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 40_000)
 BUFFERS["stage3_param_persistence_threshold"] = 0
 
 
 # What kinds are called, and the settings that they add.
-ADDED = {"checkpointed": {"activation_checkpointing": True}, "accumulated": {"gradient_accumulation_steps": 2}}
+ADDED = {
+    "checkpointed": {"activation_checkpointing": True},
+    "accumulated": {"gradient_accumulation_steps": 2},
+}
 
 
 def settings(kind):
-    return {**SETTINGS, **{name: value for word in kind.split() for name, value in ADDED.get(word, {}).items()}}
+    return {
+        **SETTINGS,
+        **{name: value for word in kind.split() for name, value in ADDED.get(word, {}).items()},
+    }
 
 
 def deep(kind):
@@ -45,7 +60,9 @@ def deep(kind):
     model = llama(num_layers=8, hidden_size=64, intermediate_size=128, vocab_size=ODD, **tied)
     model = model if "float32" in kind else model.bfloat16()
     if "adapters" in kind:
-        return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return get_peft_model(
+            model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     return model
 
 
@@ -55,11 +72,15 @@ def local(tensors):
 
 class Sizes(TrainerCallback):
     def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         self.sizes = {
             "weights": local(parameters),
             "gradients": local(parameter.grad for parameter in parameters),
-            "optimizer": local(value for values in optimizer.state.values() for value in values.values()),
+            "optimizer": local(
+                value for values in optimizer.state.values() for value in values.values()
+            ),
         }
 
 
@@ -109,7 +130,9 @@ class Peaks(TrainerCallback):
 def shards(folder):
     sizes = Sizes()
     args = config(folder, max_steps=1, optim="adamw_torch_fused")
-    DescentTrainer(llama(vocab_size=ODD), args, train_dataset=language_data(16), callbacks=[sizes]).train()
+    DescentTrainer(
+        llama(vocab_size=ODD), args, train_dataset=language_data(16), callbacks=[sizes]
+    ).train()
     return sizes.sizes
 
 

@@ -12,7 +12,12 @@ from hf_descent.noise.embedding_noise import EmbeddingNoise
 
 
 LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}
-AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "loss_targets": {1: 0.5}, "dual_warmup_steps": 12}
+AUTO = {
+    "descent_alpha": "auto",
+    "initial_loss_bound": "auto",
+    "loss_targets": {1: 0.5},
+    "dual_warmup_steps": 12,
+}
 SAVED = {"save_strategy": "steps", "save_steps": 10}
 CASES = {
     "classification": ("classification", {}),
@@ -29,7 +34,9 @@ CASES = {
     "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
 }  # fmt: skip
 NOISY = {**LANGUAGE, "noise_gamma": 0.5, "record_noise": True, "max_steps": 4, "seed": 7}
-NOISY["per_device_eval_batch_size"] = 12  # of 80 rows: two processes that share them would read some twice
+NOISY["per_device_eval_batch_size"] = (
+    12  # of 80 rows: two processes that share them would read some twice
+)
 SCORED = {**LANGUAGE, "max_steps": 2}
 SAMPLED = {**LANGUAGE, "readout_token_fraction": 0.4}
 POISONED = {"poison": ["state", 3], "max_steps": 6}
@@ -38,19 +45,28 @@ POISONED = {"poison": ["state", 3], "max_steps": 6}
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
-    return folder, {name: train(folder / name, task, **settings) for name, (task, settings) in CASES.items()}
+    return folder, {
+        name: train(folder / name, task, **settings) for name, (task, settings) in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory, single):
     jobs = {f"{name}, 2x4": job(task, **settings) for name, (task, settings) in CASES.items()}
-    jobs |= {f"{name}, 2x2x2": job(task, 2, 2, **settings) for name, (task, settings) in CASES.items()}
+    jobs |= {
+        f"{name}, 2x2x2": job(task, 2, 2, **settings) for name, (task, settings) in CASES.items()
+    }
     for name in ("auto", "fine-tuning"):
         task, settings = CASES[name]
-        jobs[f"{name}, resumed"] = job(task, **settings, resume_from=str(single[0] / name / "checkpoint-10"))
+        jobs[f"{name}, resumed"] = job(
+            task, **settings, resume_from=str(single[0] / name / "checkpoint-10")
+        )
     jobs |= {"noise": job("language", 2, 2, **NOISY), "noise again": job("language", 2, 2, **NOISY)}
     jobs |= {"scored": job("sft", **SCORED, per_device_eval_batch_size=4)}
-    jobs |= {"sampled, 2x4": job("language", **SAMPLED), "sampled, 2x2x2": job("language", 2, 2, **SAMPLED)}
+    jobs |= {
+        "sampled, 2x4": job("language", **SAMPLED),
+        "sampled, 2x2x2": job("language", 2, 2, **SAMPLED),
+    }
     jobs |= {"poisoned": job("classification", **POISONED)}
     folder = tmp_path_factory.mktemp("double")
     return folder, launch(folder, jobs)
@@ -73,7 +89,10 @@ def test_another_number_of_processes_resumes(tmp_path, single, double, name):
     """Also within the warm-up of "auto"."""
     (_, straight), (folder, runs), (task, settings) = single, double, CASES[name]
     checkpoint = str(folder / f"{name}, 2x4" / "checkpoint-10")
-    for resumed in (train(tmp_path, task, **settings, resume_from=checkpoint), runs[f"{name}, resumed"]):
+    for resumed in (
+        train(tmp_path, task, **settings, resume_from=checkpoint),
+        runs[f"{name}, resumed"],
+    ):
         assert_same(straight[name], resumed)
 
 
@@ -133,7 +152,9 @@ def test_noise_is_reproducible_and_independent_across_processes(tmp_path, double
         for process, step, micro_step in ((0, 0, 0), (1, 3, 1)):
             noise.reseed(process, step, micro_step)
             model(torch.zeros(2, 12, dtype=torch.long))
-            assert drawn[-1].numpy() == pytest.approx(draws[process, 2 * step + micro_step], abs=1e-6)
+            assert drawn[-1].numpy() == pytest.approx(
+                draws[process, 2 * step + micro_step], abs=1e-6
+            )
 
 
 @pytest.mark.slow
@@ -147,7 +168,10 @@ def test_one_process_that_is_not_finite_moves_no_multiplier_on_any(double):
 def test_processes_share_the_held_out_rows(tmp_path):
     settings = {"rows": 420, "dual_holdout": 0.5, "dual_learning_rate": 0.1}
     single = train(tmp_path / "single", "classification", **settings)
-    jobs = {"2x4": job("classification", **settings), "2x2x2": job("classification", 2, 2, **settings)}
+    jobs = {
+        "2x4": job("classification", **settings),
+        "2x2x2": job("classification", 2, 2, **settings),
+    }
     jobs["split"] = job("classification", 8, accelerator_config={"split_batches": True}, **settings)
     for double in launch(tmp_path, jobs).values():
         assert_same(single, double)
@@ -156,6 +180,11 @@ def test_processes_share_the_held_out_rows(tmp_path):
 
 @pytest.mark.slow
 def test_multipliers_that_differ_between_processes_are_not_saved(tmp_path):
-    run = start(tmp_path, {"job": job("classification", poison=["multiplier", 2], **SAVED, max_steps=10)})
-    assert run.returncode and run.stderr.count("RuntimeError: The multipliers differ between processes") == 2
+    run = start(
+        tmp_path, {"job": job("classification", poison=["multiplier", 2], **SAVED, max_steps=10)}
+    )
+    assert (
+        run.returncode
+        and run.stderr.count("RuntimeError: The multipliers differ between processes") == 2
+    )
     assert not list(tmp_path.glob("**/descent_state.safetensors"))

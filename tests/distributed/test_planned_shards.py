@@ -34,7 +34,9 @@ def test_shards_are_those_of_two_real_processes(tmp_path):
     whole = sum(weight.nbytes for weight in planned.model.parameters())
     assert update["weights"] - buffers == found["weights"] > whole / 2
     assert update["gradients"] == pytest.approx(found["gradients"], abs=1)
-    assert update["optimizer"] == pytest.approx(found["optimizer"], rel=0.01)  # with the counts of steps
+    assert update["optimizer"] == pytest.approx(
+        found["optimizer"], rel=0.01
+    )  # with the counts of steps
 
 
 @pytest.mark.slow
@@ -43,18 +45,31 @@ def test_peaks_are_within_a_tenth_of_two_real_processes(launcher, tmp_path):
     kinds = ("float32", "bfloat16", "adapters")
     for kind, found in measured(launcher, tmp_path, *kinds).items():
         planned = PlannedModel(lambda shape, kind=kind: deep(kind), batch(2))
-        cost = planned.launched(planned.step(batch(2), config(tmp_path, **settings(kind))), 2)[launcher]
+        cost = planned.launched(planned.step(batch(2), config(tmp_path, **settings(kind))), 2)[
+            launcher
+        ]
         passes, update = (moment.total() for moment in cost.moments)
         assert update == pytest.approx(found["update"], rel=0.1)
         if kind != "adapters":
             assert max(passes, update) == pytest.approx(max(found.values()), rel=0.1)
         # The plan has what is float32 in one process in float32 here, too, where launchers compute in bf16.
-        assert 0.9 < passes / found["passes"] < {"float32": 1.15, "bfloat16": 1.1, "adapters": 1.25}[kind]
+        assert (
+            0.9
+            < passes / found["passes"]
+            < {"float32": 1.15, "bfloat16": 1.1, "adapters": 1.25}[kind]
+        )
 
 
 @pytest.mark.slow
 def test_peaks_under_fsdp2_are_within_a_twentieth_of_two_real_processes(tmp_path):
-    kinds = ("float32", "bfloat16", "adapters", "float32 tied", "adapters checkpointed", "float32 accumulated")
+    kinds = (
+        "float32",
+        "bfloat16",
+        "adapters",
+        "float32 tied",
+        "adapters checkpointed",
+        "float32 accumulated",
+    )
     for kind, found in measured("fsdp2", tmp_path, *kinds).items():
         planned = PlannedModel(lambda shape, kind=kind: deep(kind), batch(2))
         args = config(tmp_path, **settings(kind))

@@ -10,13 +10,18 @@ from hf_descent import DescentTrainer
 
 
 def make(tmp_path, **arguments):
-    return DescentTrainer(bert(), config(tmp_path, **arguments), train_dataset=classification_data(8))
+    return DescentTrainer(
+        bert(), config(tmp_path, **arguments), train_dataset=classification_data(8)
+    )
 
 
 @pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
 def test_parallelism_within_a_row_is_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(Trainer, f"get_{kind[0]}p_size", lambda self: 2)
-    with pytest.raises(ValueError, match=f"{kind.capitalize()} parallelism is not supported.*DDP, FSDP2 or DeepSpeed"):
+    with pytest.raises(
+        ValueError,
+        match=f"{kind.capitalize()} parallelism is not supported.*DDP, FSDP2 or DeepSpeed",
+    ):
         make(tmp_path)
     make(tmp_path, objective="erm")
 

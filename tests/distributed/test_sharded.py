@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageToImage
 import hf_descent.models  # noqa: F401  (registers the denoisers)
 
 
-needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed"
+)
 BACKENDS = {
     "fsdp2": pytest.param("fsdp2", id="fsdp2"),
     "zero2": pytest.param("zero2", marks=needs_deepspeed, id="zero2"),
@@ -47,7 +49,9 @@ NOISY = {**LANGUAGE, "noise_gamma": 0.5, "learning_rate": 0.5}
 def single(tmp_path_factory):
     folder = tmp_path_factory.mktemp("single")
     return {
-        name: train(folder / name, task, **{k: v for k, v in settings.items() if k != "environment"})
+        name: train(
+            folder / name, task, **{k: v for k, v in settings.items() if k != "environment"}
+        )
         for name, (task, settings) in CASES.items()
     }
 
@@ -63,9 +67,13 @@ def doubles(tmp_path_factory):
             jobs = {name: job(task, **settings) for name, (task, settings) in CASES.items()}
             jobs["full, accumulated"] = job("language", 2, 2, **LANGUAGE)
             jobs["full, saved"] = job("language", **LANGUAGE, **SAVED)
-            jobs["full, resumed"] = job("language", **LANGUAGE, resume_from=f"{folder}/full, saved/checkpoint-10")
+            jobs["full, resumed"] = job(
+                "language", **LANGUAGE, resume_from=f"{folder}/full, saved/checkpoint-10"
+            )
             jobs["noisy"] = job("language", **NOISY, **SAVED)
-            jobs["noisy, resumed"] = job("language", **NOISY, resume_from=f"{folder}/noisy/checkpoint-10")
+            jobs["noisy, resumed"] = job(
+                "language", **NOISY, resume_from=f"{folder}/noisy/checkpoint-10"
+            )
             runs[backend] = launch(folder, jobs, backend)
         return runs[backend]
 
@@ -102,10 +110,15 @@ def test_sharded_runs_leave_a_whole_model_and_resume_noise_at_its_scale(doubles,
     """Sharded weights are saved without the model's config, and the embeddings are no longer those of the start."""
     result, weights = doubles(backend)["full"]
     assert_close(AutoModelForCausalLM.from_pretrained(result["folder"]).state_dict(), weights)
-    with safe_open(f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt") as adapter:
+    with safe_open(
+        f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt"
+    ) as adapter:
         assert len(adapter.keys()) > 2
     straight, resumed = (doubles(backend)[name] for name in ("noisy", "noisy, resumed"))
     assert straight[0]["sigma"] == resumed[0]["sigma"] > 0
     assert straight[1]["model.embed_tokens.weight"].float().std() > 1.1 * straight[0]["sigma"]
     assert straight[0]["multipliers"] == resumed[0]["multipliers"]
-    assert_same((straight[0] | {name: resumed[0][name] for name in ("losses", "path")}, straight[1]), resumed)
+    assert_same(
+        (straight[0] | {name: resumed[0][name] for name in ("losses", "path")}, straight[1]),
+        resumed,
+    )

@@ -46,7 +46,9 @@ def test_the_number_of_processes_does_not_matter(tmp_path):
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(work, (port, tmp_path), nprocs=2)
     for rank in (0, 1):
-        np.testing.assert_allclose(np.load(tmp_path / f"plain-{rank}.npy"), plain_layers(tmp_path, 8), rtol=1e-6)
+        np.testing.assert_allclose(
+            np.load(tmp_path / f"plain-{rank}.npy"), plain_layers(tmp_path, 8), rtol=1e-6
+        )
     for count in (20, 8):
         alone = measure(classification_data(count))
         for rank in (0, 1):

@@ -15,7 +15,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from accelerate_on_cpu import keep_sharding_on_cpu
 from noisy import vit
-from tiny import InOrder, bert, classification_data, config, gpt2, language_data, llama, word_tokenizer
+from tiny import (
+    InOrder,
+    bert,
+    classification_data,
+    config,
+    gpt2,
+    language_data,
+    llama,
+    word_tokenizer,
+)
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
@@ -58,12 +67,25 @@ def sft_trainer(model, output, settings, data, lora):
         _get_train_sampler = InOrder._get_train_sampler
 
     args = SFTDescentConfig(
-        **{**config(output).to_dict(), "bf16": False, "gradient_checkpointing": False, "max_length": None, **settings}
+        **{
+            **config(output).to_dict(),
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "max_length": None,
+            **settings,
+        }
     )
-    rows = Dataset.from_list([{name: row[name].tolist() for name in ("input_ids", "labels")} for row in data])
+    rows = Dataset.from_list(
+        [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in data]
+    )
     held_out = rows.select(range(31))
     return SFTInOrder(
-        model, args, train_dataset=rows, eval_dataset=held_out, processing_class=word_tokenizer(), peft_config=lora
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=held_out,
+        processing_class=word_tokenizer(),
+        peft_config=lora,
     )
 
 
@@ -90,7 +112,9 @@ def recorded_noise(model):
         added = args[0].detach() - clean.pop()
         noise.extend([added] if added.any() else [])
 
-    model.get_input_embeddings().register_forward_hook(lambda module, args, output: clean.append(output.detach()))
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: clean.append(output.detach())
+    )
     model.model.layers[0].register_forward_pre_hook(record)
     return noise
 
@@ -98,7 +122,8 @@ def recorded_noise(model):
 def train(output, task, batch=8, accumulation=1, **settings):
     """Results, and weights by name; `output` gets the checkpoints."""
     lora, resume, poison, record, model_settings, environment = (
-        settings.pop(name, None) for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
+        settings.pop(name, None)
+        for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
     )
     os.environ.update(environment or {})
     evaluate_first, rows = settings.pop("evaluate_first", False), settings.pop("rows", 80)
@@ -132,9 +157,16 @@ def train(output, task, batch=8, accumulation=1, **settings):
         args = config(output, **settings)
         loss_fn = {"own loss": mean_of_tokens}.get(task)
         trainer = InOrder(
-            model, args, train_dataset=data, eval_dataset=data[:31], readout=readout, layer_loss_fn=loss_fn
+            model,
+            args,
+            train_dataset=data,
+            eval_dataset=data[:31],
+            readout=readout,
+            layer_loss_fn=loss_fn,
         )
-    if trainer.is_deepspeed_enabled:  # by its default, ZeRO-3 would leave all of a tiny model in every process
+    if (
+        trainer.is_deepspeed_enabled
+    ):  # by its default, ZeRO-3 would leave all of a tiny model in every process
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
     if poison:
@@ -148,21 +180,27 @@ def train(output, task, batch=8, accumulation=1, **settings):
         metrics |= trainer.predict(trainer.eval_dataset).metrics
     gather = trainer.accelerator.gather_for_metrics
     values = torch.zeros(3) if trainer.multipliers is None else trainer.multipliers.values
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on all processes, which may have to gather
+    weights = trainer.accelerator.get_state_dict(
+        trainer.model_wrapped
+    )  # on all processes, which may have to gather
     for name in environment or {}:
         del os.environ[name]
     return {
         "folder": str(output),
         "processes": trainer.args.world_size,
         "type": trainer.accelerator.distributed_type.value,
-        "left_whole": sum(getattr(parameter, "ds_persist", False) for parameter in trainer.model.parameters()),
+        "left_whole": sum(
+            getattr(parameter, "ds_persist", False) for parameter in trainer.model.parameters()
+        ),
         "steps": gather([trainer.state.global_step], use_gather_object=True),
         "dual_steps": 0 if trainer.multipliers is None else trainer.multipliers.steps.item(),
         "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],
         "path": [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log],
         "multipliers": gather([values.tolist()], use_gather_object=True),
         "noise": gather([[draw.tolist() for draw in noise]], use_gather_object=True),
-        "eval": [value for name, value in sorted(metrics.items()) if name.startswith("eval_layer_loss")],
+        "eval": [
+            value for name, value in sorted(metrics.items()) if name.startswith("eval_layer_loss")
+        ],
         "metrics": metrics,
         "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
         "sigma": getattr(model.config, "noise_sigma", None),

@@ -23,20 +23,28 @@ def expected_exits(uncertainty, threshold):
     return torch.tensor(layers)
 
 
-CLASSIFIERS = [name for name in FAMILIES if name.endswith(("ForSequenceClassification", "ForImageClassification"))]
+CLASSIFIERS = [
+    name
+    for name in FAMILIES
+    if name.endswith(("ForSequenceClassification", "ForImageClassification"))
+]
 CLASSIFIERS.remove("XLNetForSequenceClassification")  # whose states are [seq, batch, width]
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name):
     model = build(name, MODELS[name])
-    batch = {key: torch.cat([value, value.flip(0), value[:1]]) for key, value in batch_for(model).items()}
+    batch = {
+        key: torch.cat([value, value.flip(0), value[:1]]) for key, value in batch_for(model).items()
+    }
     if "input_ids" in batch:
         batch["input_ids"][2:, 0] = torch.tensor([11, 12, 13])
     with torch.no_grad():
         layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
     probabilities = layers.double().softmax(-1)
-    uncertainty = -(probabilities * probabilities.log()).sum(-1) / math.log(layers.shape[-1])  # [layers, batch]
+    uncertainty = -(probabilities * probabilities.log()).sum(-1) / math.log(
+        layers.shape[-1]
+    )  # [layers, batch]
     values = uncertainty.flatten().sort().values
     gaps = values.diff() > 1e-5  # equal ones are told apart by rounding
     thresholds = ((values[1:] + values[:-1]) / 2)[gaps].tolist()[::2]
@@ -44,7 +52,9 @@ def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name):
         output = ConfidenceExit(model, threshold)(**batch)
         exits = expected_exits(uncertainty, threshold)
         assert output.exit_layers.tolist() == exits.tolist()
-        torch.testing.assert_close(output.logits, layers[exits - 1, torch.arange(len(exits))], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            output.logits, layers[exits - 1, torch.arange(len(exits))], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_samples_that_are_sure_leave_the_batch_for_good():
@@ -64,20 +74,30 @@ def test_samples_that_are_sure_leave_the_batch_for_good():
 
 
 def test_the_model_is_left_as_it_was():
-    model, batch = spread(bert(num_layers=4, dropout=0.3)).train(), default_data_collator(toy_rows(16))
+    model, batch = (
+        spread(bert(num_layers=4, dropout=0.3)).train(),
+        default_data_collator(toy_rows(16)),
+    )
     fast = ConfidenceExit(model, threshold=0.5)
     assert torch.equal(fast(**batch).logits, fast(**batch).logits)
     assert model.training and model(**batch).logits.requires_grad
-    assert not any("_call_impl" in vars(module) or "forward" in vars(module) for module in model.modules())
+    assert not any(
+        "_call_impl" in vars(module) or "forward" in vars(module) for module in model.modules()
+    )
 
 
 def test_inputs_that_a_later_batch_has_for_the_first_time_are_shrunk_with_it():
     """Padding, and positions for each sample."""
     config = llama(num_layers=4, num_labels=3, pad_token_id=0).config
     decoder = spread(transformers.LlamaForSequenceClassification(config))
-    plain, padded = (default_data_collator(rows) for rows in (toy_rows(16), classification_data(16, seed=5)))
+    plain, padded = (
+        default_data_collator(rows) for rows in (toy_rows(16), classification_data(16, seed=5))
+    )
     placed = plain | {"position_ids": torch.arange(plain["input_ids"].shape[1]).repeat(16, 1)}
-    for model, batches in ((spread(bert(num_layers=4)), (plain, padded, plain)), (decoder, (plain, placed, plain))):
+    for model, batches in (
+        (spread(bert(num_layers=4)), (plain, padded, plain)),
+        (decoder, (plain, placed, plain)),
+    ):
         fast = ConfidenceExit(model, threshold=0.5)
         for batch in batches:
             with torch.no_grad():
@@ -101,9 +121,15 @@ def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allo
     for threshold in sorted(entropy[:-1].flatten().tolist()):
         tried = expected_exits(entropy, threshold + 1e-7)
         lost = [int(hits[3, k]) - int(hits[tried[k] - 1, k]) for k in range(60)]
-        chances = [math.comb(60, k) * max_loss**k * (1 - max_loss) ** (60 - k) for k in range(max(sum(lost), 0) + 1)]
+        chances = [
+            math.comb(60, k) * max_loss**k * (1 - max_loss) ** (60 - k)
+            for k in range(max(sum(lost), 0) + 1)
+        ]
         lost.append(1)
-        if sum(chances) > 0.05 or statistics.mean(lost) + 1.6449 * statistics.pstdev(lost) / 61**0.5 > max_loss:
+        if (
+            sum(chances) > 0.05
+            or statistics.mean(lost) + 1.6449 * statistics.pstdev(lost) / 61**0.5 > max_loss
+        ):
             break
         exits = tried
     report = fast.evaluate(rows, batch_size=16, repeats=1)
@@ -112,7 +138,9 @@ def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allo
     assert report.exit_shares.sum() == pytest.approx(1.0) and report.speedup > 0
     hits = fast(**batch).logits.argmax(-1) == batch["labels"]
     assert report.accuracy == pytest.approx(hits.double().mean().item())
-    assert (report.mean_layers == 4) == (max_loss == 0) and (report.mean_layers == 1) == (max_loss == 1)
+    assert (report.mean_layers == 4) == (max_loss == 0) and (report.mean_layers == 1) == (
+        max_loss == 1
+    )
 
 
 @pytest.mark.slow
@@ -153,7 +181,12 @@ def test_few_samples_of_which_few_are_lost_prove_no_more_than_the_binomial(sampl
 
 def test_candidates_are_tried_up_to_the_first_that_fails_with_one_loss_more_than_seen():
     sure, few, many = np.full(100, -1.0), np.full(100, 0.5), np.arange(3000) / 3000
-    assert _loosest_threshold(np.stack([many, np.full(3000, -1.0)]), np.ones((2, 3000), bool), 0.01, 0.95) == 1.0
+    assert (
+        _loosest_threshold(
+            np.stack([many, np.full(3000, -1.0)]), np.ones((2, 3000), bool), 0.01, 0.95
+        )
+        == 1.0
+    )
     correct = np.ones((2, 100), bool)
     correct[0, :2] = correct[1, 2:4] = False  # as many are won as lost
     assert _loosest_threshold(np.stack([few, sure]), correct, 0.04, 0.95) == 0.0
@@ -177,7 +210,12 @@ def test_samples_without_a_label_do_not_count_in_an_accuracy():
 def test_leaving_early_is_faster_by_the_clock():
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=40, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, intermediate_size=512, num_labels=3
+        vocab_size=40,
+        hidden_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        intermediate_size=512,
+        num_labels=3,
     )
     model = transformers.BertForSequenceClassification(config)
     rows = classification_data(64, length=32, pad=False)
@@ -205,8 +243,12 @@ def test_bad_arguments_to_confidence_exit_are_named():
         "`threshold` is 2": lambda: ConfidenceExit(bert(), threshold=2),
         "several labels a sample": lambda: ConfidenceExit(multi_label),
         "`threshold` is not set": lambda: ConfidenceExit(bert())(**batch),
-        r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(input_ids=batch["input_ids"]),
-        "is not the batch; use `truncate`": lambda: ConfidenceExit(xlnet, 0.5)(input_ids=batch["input_ids"]),
+        r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(
+            input_ids=batch["input_ids"]
+        ),
+        "is not the batch; use `truncate`": lambda: ConfidenceExit(xlnet, 0.5)(
+            input_ids=batch["input_ids"]
+        ),
         "is not the batch; use `truncat": lambda: ConfidenceExit(xlnet).calibrate(rows),
         r"shape \[4, 1\]; .* needs \[batch": lambda: ConfidenceExit(bert(num_labels=1), 0.5)(
             input_ids=batch["input_ids"]

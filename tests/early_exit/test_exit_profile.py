@@ -32,16 +32,23 @@ def test_the_profile_says_how_large_its_batches_were_and_which_way_its_metric_go
     for metric in (wrong, partial(wrong)):
         profile = exit_profile(bert(num_layers=2), loader, metric=metric, repeats=1)
         assert profile.batch_size == 3 and not profile.greater_is_better
-    assert ConfidenceExit(bert(num_layers=2), threshold=1.0).evaluate(loader, repeats=1).batch_size == 3
+    assert (
+        ConfidenceExit(bert(num_layers=2), threshold=1.0).evaluate(loader, repeats=1).batch_size
+        == 3
+    )
 
 
 def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
     profile = ExitProfile("accuracy", [0.5, 0.81, 0.79, 0.9], [1.0] * 4, [1.0, 2.0, 3.0, 4.0], 8)
     assert [profile.cheapest(share) for share in (0.99, 0.9, 0.5)] == [4, 2, 1]
-    errors = ExitProfile("rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8, greater_is_better=False)
+    errors = ExitProfile(
+        "rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8, greater_is_better=False
+    )
     assert errors.cheapest(0.99) == 2
     for values in ([0.0, 0.0, 0.0], [-0.4, -0.3, -0.2], [math.nan, math.nan, math.nan]):
-        assert ExitProfile("mcc", values, [1.0] * 3, [1.0] * 3, 8).cheapest() == (3 if values[0] else 1)
+        assert ExitProfile("mcc", values, [1.0] * 3, [1.0] * 3, 8).cheapest() == (
+            3 if values[0] else 1
+        )
     assert profile.speedups.tolist() == [4.0, 2.0, 4 / 3, 1.0]
     profile.to_json(str(tmp_path / "exit_profile.json"))
     assert str(ExitProfile.from_json(str(tmp_path / "exit_profile.json"))) == str(profile)
@@ -51,11 +58,16 @@ def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
 
 def test_no_exit_is_offered_at_a_layer_at_chance():
     """A model that gives every row the most frequent label has the same accuracy at all layers."""
-    model, rows = bert(), [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(toy_rows(24))]
+    model, rows = (
+        bert(),
+        [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(toy_rows(24))],
+    )
     model.classifier.weight.data.zero_()
     model.classifier.bias.data = torch.tensor([7 / 8, 1 / 8, 1e-6]).log()
     profile = exit_profile(model, rows, batch_size=8, repeats=1)
-    assert profile.values.tolist() == [7 / 8] * 3 and "layer 3 of 3 on, passing over layers at chance" in str(profile)
+    assert profile.values.tolist() == [
+        7 / 8
+    ] * 3 and "layer 3 of 3 on, passing over layers at chance" in str(profile)
     assert profile.chance == pytest.approx(-sum(p * math.log(p) for p in (7 / 8, 1 / 8)))
     profile.losses[1:] = 0.9 * profile.chance
     assert profile.cheapest() == 2 and "from layer 2 of 3 on" in str(profile)

@@ -34,8 +34,13 @@ def test_models_that_are_no_decoders_are_refused(name):
 
 
 def test_a_single_layer_decodes_plainly_and_adapters_and_no_prompts_are_refused():
-    assert speculation_profile(llama(num_layers=1), [torch.tensor([[5, 6, 7]])], repeats=1).best is None
-    adapted = get_peft_model(llama(num_layers=2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert (
+        speculation_profile(llama(num_layers=1), [torch.tensor([[5, 6, 7]])], repeats=1).best
+        is None
+    )
+    adapted = get_peft_model(
+        llama(num_layers=2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
     own = adapted.generation_config
     with pytest.raises(ValueError, match="is a PeftModel"):
         speculation_profile(adapted, [torch.tensor([[5, 6, 7]])])

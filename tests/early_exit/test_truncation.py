@@ -28,26 +28,37 @@ def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_sa
     with torch.no_grad():
         truth = layer_logits(model, inputs)
         for layer in range(1, LAYERS + 1):
-            makes_up = layer == 2 and not name.endswith(("ForMultipleChoice", "Wav2Vec2ForSequenceClassification"))
+            makes_up = layer == 2 and not name.endswith(
+                ("ForMultipleChoice", "Wav2Vec2ForSequenceClassification")
+            )
             short = truncate(model, layer, None if makes_up else inputs)
             assert torch.equal(output_logits(short(**inputs)), truth[layer - 1])
             short.save_pretrained(tmp_path / str(layer))
             loaded = type(model).from_pretrained(tmp_path / str(layer))
             # Products of weights that lie elsewhere in memory may round differently.
-            torch.testing.assert_close(output_logits(loaded(**inputs)), truth[layer - 1], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                output_logits(loaded(**inputs)), truth[layer - 1], rtol=1e-5, atol=1e-5
+            )
         assert getattr(model.config, depth_of(MODELS[name])) == LAYERS
 
 
 @pytest.mark.parametrize("kind", ["ut", "dust", "vit"])
 def test_denoisers_need_no_batch(kind):
-    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     if kind == "vit":
         encoder = transformers.ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=3)
         model = ViTForDenoising(ViTDenoiserConfig(encoder_config=encoder))
     elif kind == "ut":
         model = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3))
     else:
-        model = DustForVideoDenoising(DustConfig(hidden_size=16, dictionary_size=32, num_hidden_layers=3))
+        model = DustForVideoDenoising(
+            DustConfig(hidden_size=16, dictionary_size=32, num_hidden_layers=3)
+        )
     model.eval()
     short, inputs = truncate(model, 2), example_inputs(model)
     assert len(inputs["pixel_values"]) == 2
@@ -67,7 +78,9 @@ def test_a_truncated_model_stands_alone_and_counts_its_layers(tmp_path):
     assert short.bert.encoder.layer[0].output.dense.weight.any()
     short.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 2
-    loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert len(loaded.bert.encoder.layer) == 2
 
@@ -78,16 +91,28 @@ def test_a_model_cast_by_hand_is_cut_with_its_cast_buffers():
 
 
 def test_a_model_trained_in_mixed_precision_is_cut_as_it_is_loaded(tmp_path):
-    trainer = trained(spread(bert()), config(tmp_path, bf16=True, max_steps=1), train_dataset=classification_data())
+    trainer = trained(
+        spread(bert()),
+        config(tmp_path, bf16=True, max_steps=1),
+        train_dataset=classification_data(),
+    )
     trainer.save_model()
-    inputs, loaded = example_inputs(trainer.model), AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    torch.testing.assert_close(truncate(trainer.model, 2)(**inputs).logits, layer_logits(loaded, inputs)[1])
+    inputs, loaded = (
+        example_inputs(trainer.model),
+        AutoModelForSequenceClassification.from_pretrained(tmp_path),
+    )
+    torch.testing.assert_close(
+        truncate(trainer.model, 2)(**inputs).logits, layer_logits(loaded, inputs)[1]
+    )
 
 
 def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_path):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = transformers.Qwen2Config(
-        **MODELS["Qwen2ForCausalLM"], layer_types=types, use_sliding_window=True, tie_word_embeddings=True
+        **MODELS["Qwen2ForCausalLM"],
+        layer_types=types,
+        use_sliding_window=True,
+        tie_word_embeddings=True,
     )
     model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
     short = truncate(model, 2)
@@ -102,7 +127,9 @@ def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_pa
 def test_lists_of_any_name_are_cut():
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.LongformerConfig(**sizes, num_hidden_layers=3, attention_window=[4, 4, 4])
-    assert truncate(transformers.LongformerForSequenceClassification(config), 2).config.attention_window == [4, 4]
+    assert truncate(
+        transformers.LongformerForSequenceClassification(config), 2
+    ).config.attention_window == [4, 4]
 
 
 def test_a_hybrid_cut_below_its_first_attention_is_refused():
@@ -115,7 +142,11 @@ def test_a_hybrid_cut_below_its_first_attention_is_refused():
         truncate(model, 1)
 
 
-MINICPM = MODELS["LlamaForCausalLM"] | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8}
+MINICPM = MODELS["LlamaForCausalLM"] | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+}
 MINICPM |= {"head_dim": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 
 
@@ -128,13 +159,22 @@ def test_a_model_whose_scale_depends_on_its_depth_is_refused():
 
 def test_bad_arguments_to_truncate_are_named():
     for layers in (4, "2"):
-        with pytest.raises(ValueError, match=f"`num_layers` is {layers!r}; BertForSequenceClassification has 1..3"):
+        with pytest.raises(
+            ValueError, match=f"`num_layers` is {layers!r}; BertForSequenceClassification has 1..3"
+        ):
             truncate(bert(), layers)
     peft = pytest.importorskip("peft")
     adapter, added = peft.LoraConfig(task_type="CAUSAL_LM"), llama()
     added.add_adapter(adapter)
-    for model in (TwoStage(), added, peft.get_peft_model(llama(), adapter), bert().to("meta")):  # as where offloaded
-        with pytest.raises(TypeError, match=f"`model` is a {type(model).__name__}; .*in memory.*merge_and_unload"):
+    for model in (
+        TwoStage(),
+        added,
+        peft.get_peft_model(llama(), adapter),
+        bert().to("meta"),
+    ):  # as where offloaded
+        with pytest.raises(
+            TypeError, match=f"`model` is a {type(model).__name__}; .*in memory.*merge_and_unload"
+        ):
             truncate(model, 1)
     model = bert()
     model.main_input_name = "spectrogram"

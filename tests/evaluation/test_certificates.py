@@ -27,12 +27,20 @@ def test_radii_pair_the_layers_over_the_data():
     losses = np.array([0.7, 0.5]) + 0.05 * shared + 0.001 * generator.normal(size=(12, 2))
     verdict = judged(PROBLEM, losses, confidence=0.9)
     # The violation less a tenth of the decrease that is asked for, of each block.
-    excess = np.stack([losses[:, 0] - 0.9 - 0.01, losses[:, 1] - (0.8 + 0.02) * losses[:, 0]], axis=1)
+    excess = np.stack(
+        [losses[:, 0] - 0.9 - 0.01, losses[:, 1] - (0.8 + 0.02) * losses[:, 0]], axis=1
+    )
     errors = excess.std(axis=0, ddof=1) / np.sqrt(12)
-    np.testing.assert_allclose(verdict.reached - verdict.asked - verdict.tolerances, excess.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        verdict.reached - verdict.asked - verdict.tolerances, excess.mean(0), rtol=1e-5
+    )
     np.testing.assert_allclose(verdict.radii, stats.t.ppf(0.95, 11) * errors, rtol=1e-5)
     assert verdict.radii[1] < 0.5 * verdict.radii[0]  # what both layers share cancels
-    assert verdict.verdicts == ["met", "met"] and verdict.feasible and "2 of 2 rows are met" in str(verdict)
+    assert (
+        verdict.verdicts == ["met", "met"]
+        and verdict.feasible
+        and "2 of 2 rows are met" in str(verdict)
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,11 +63,18 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     generator = np.random.default_rng(1)
     losses = np.array([0.6, 0.6]) + 0.02 * generator.normal(size=(12, 2))
     if problem.alpha == "line" and problem.descent_strength == 1.0:
-        losses = losses * [0.6**-0.5 * (1 + 0.1 * (0.6**-0.5 - 1)), 1.0]  # f_1 at 0.6^(1/2) and its tolerance
+        losses = losses * [
+            0.6**-0.5 * (1 + 0.1 * (0.6**-0.5 - 1)),
+            1.0,
+        ]  # f_1 at 0.6^(1/2) and its tolerance
     verdict = judged(problem, losses)
     assert verdict.verdicts == expected
-    assert np.isnan(judged(problem, losses * 3).radii).tolist() == [problem.alpha == "line"] * len(expected)
-    assert ("not all shown to be better than a constant prediction" in str(verdict)) == bool(problem.chance_loss)
+    assert np.isnan(judged(problem, losses * 3).radii).tolist() == [problem.alpha == "line"] * len(
+        expected
+    )
+    assert ("not all shown to be better than a constant prediction" in str(verdict)) == bool(
+        problem.chance_loss
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,10 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     [
         (PROBLEM, [0.91, 0.82 * 0.91]),
         (DescentProblem(None, 1.0, 2, exit_targets={1: 0.25}), [0.625, 0.5]),
-        (DescentProblem("line", 1.0, 2, descent_strength=1.0), [0.5**0.5 + 0.1 * (1 - 0.5**0.5), 0.5]),
+        (
+            DescentProblem("line", 1.0, 2, descent_strength=1.0),
+            [0.5**0.5 + 0.1 * (1 - 0.5**0.5), 0.5],
+        ),
     ],
 )
 def test_false_certificates_are_as_rare_as_stated(problem, edge):
@@ -77,7 +95,10 @@ def test_false_certificates_are_as_rare_as_stated(problem, edge):
         losses = edge + 0.05 * generator.normal(size=(16, 2))
         wrong += [each == "met" for each in judged(problem, losses, confidence=0.9).verdicts]
     # Two-sided intervals, of which only one side can certify: half of 10 %.
-    assert all(stats.binomtest(int(count), 400, 0.05, alternative="greater").pvalue > 1e-3 for count in wrong)
+    assert all(
+        stats.binomtest(int(count), 400, 0.05, alternative="greater").pvalue > 1e-3
+        for count in wrong
+    )
     assert (wrong > 4).all()
 
 
@@ -87,8 +108,12 @@ def test_unconstrained_layers_are_left_out_and_too_little_data_shows_nothing():
     assert verdict.rows == ["2"] and verdict.radii.shape == (1,)
     for blocks, expected in ((8, "met"), (7, "not shown"), (1, "not shown")):
         verdict = judged(problem, losses[:blocks] * 0.1)
-        assert verdict.verdicts == [expected] and ("it takes 8 batches" in str(verdict)) == (blocks < 8)
-    assert "it takes 8 batches" not in str(judged(DescentProblem("line", 1.0, 3), losses + 1))  # f_L is above f_0
+        assert verdict.verdicts == [expected] and ("it takes 8 batches" in str(verdict)) == (
+            blocks < 8
+        )
+    assert "it takes 8 batches" not in str(
+        judged(DescentProblem("line", 1.0, 3), losses + 1)
+    )  # f_L is above f_0
     assert judged(DescentProblem(0.1, 1.0, 1), losses[:, :1] * 0.1).verdicts == ["not shown"]
     assert judged(problem, losses * [1, 0.1, -0.1]).verdicts == ["not shown"]  # a loss below 0
     with pytest.raises(ValueError, match="without `problem`"):

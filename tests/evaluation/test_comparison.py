@@ -28,7 +28,9 @@ def block_means(seeds, blocks, mean, of_seeds, of_blocks, noise, generator):
 
 def test_with_no_part_of_the_data_it_is_the_paired_t_test():
     generator = np.random.default_rng(0)
-    before, after = (np.repeat(0.5 + 0.05 * generator.normal(size=(5, 1)), 8, axis=1) for _ in range(2))
+    before, after = (
+        np.repeat(0.5 + 0.05 * generator.normal(size=(5, 1)), 8, axis=1) for _ in range(2)
+    )
     groups = groups_of(before, after)
     groups["descent"].reverse()
     found = difference(groups, "erm", "descent")
@@ -36,7 +38,9 @@ def test_with_no_part_of_the_data_it_is_the_paired_t_test():
     assert found.paired
     assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
     low, high = expected.confidence_interval(0.95)
-    assert (found.estimate, found.radius) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-6)
+    assert (found.estimate, found.radius) == pytest.approx(
+        ((low + high) / 2, (high - low) / 2), rel=1e-6
+    )
 
 
 def test_with_other_seeds_it_is_welchs_test():
@@ -61,7 +65,10 @@ def test_with_other_seeds_it_is_welchs_test():
 def test_with_both_parts_it_is_the_test_of_reader_studies():
     """By the mean squares of an analysis of variance (Hillis 2007, equations 6 and 9)."""
     generator = np.random.default_rng(9)
-    before, after = (block_means(4, 8, 0.5, 0.03, 0.05 * generator.normal(size=8), 0.02, generator) for _ in range(2))
+    before, after = (
+        block_means(4, 8, 0.5, 0.03, 0.05 * generator.normal(size=8), 0.02, generator)
+        for _ in range(2)
+    )
     table = after - before
     of_seeds, of_blocks = 8 * table.mean(1).var(ddof=1), 4 * table.mean(0).var(ddof=1)
     rest = (31 * table.var(ddof=1) - 3 * of_seeds - 7 * of_blocks) / 21
@@ -89,7 +96,9 @@ def test_the_estimate_is_the_difference_of_what_the_curves_say():
     groups = groups_of(*np.random.default_rng(9).uniform(0.3, 0.9, (2, 3, 8)))
     for run in groups["erm"] + groups["descent"]:
         run.curve.metric, run.curve.values = "rmse", np.sqrt(run.curve.values)
-    before, after = (np.mean([run.curve.auc_over_range for run in groups[name]]) for name in ("erm", "descent"))
+    before, after = (
+        np.mean([run.curve.auc_over_range for run in groups[name]]) for name in ("erm", "descent")
+    )
     assert difference(groups, "erm", "descent").estimate == pytest.approx(after - before, rel=1e-9)
 
 
@@ -115,8 +124,12 @@ def test_few_seeds_prove_no_more_where_the_data_is_sure(size, second):
     found = difference(groups_of(before, after), "erm", "descent")
     expected = stats.ttest_rel(after.mean(1), before.mean(1))
     assert expected.pvalue > 0.1
-    assert found.verdict == "not significant" and found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
-    assert found.radius == pytest.approx(np.diff(expected.confidence_interval(0.95))[0] / 2, rel=1e-6)
+    assert found.verdict == "not significant" and found.p_value == pytest.approx(
+        expected.pvalue, rel=1e-6
+    )
+    assert found.radius == pytest.approx(
+        np.diff(expected.confidence_interval(0.95))[0] / 2, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("paired", [True, False])
@@ -125,7 +138,10 @@ def test_false_verdicts_are_as_rare_as_stated(paired):
     generator = np.random.default_rng(3)
     wrong = 0
     for _ in range(300):
-        sides = [block_means(3, 8, 0.5, 0.02, 0.02 * generator.normal(size=8), 0.04, generator) for _ in range(2)]
+        sides = [
+            block_means(3, 8, 0.5, 0.02, 0.02 * generator.normal(size=8), 0.04, generator)
+            for _ in range(2)
+        ]
         groups = groups_of(*sides)
         if not paired:
             for run in groups["descent"]:
@@ -157,53 +173,88 @@ def test_verdicts_in_words():
 
 def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
     generator = np.random.default_rng(5)
-    folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
+    folders = [
+        save_run(tmp_path / name, make_run(generator.random(6), objective=name))
+        for name in ("erm", "descent")
+    ]
     assert compare(folders).differences[0].verdict == "open"
     for name, value in (("scale", 255.0), ("metric", "f1")):
         other = make_run(generator.random(6), objective="hinge")
         setattr(other.curve, name, value)
         with pytest.raises(ValueError, match="were not evaluated on the same data"):
             compare([*folders, save_run(tmp_path / name, other)])
-    settings = ({"batch_size": 5}, {"samples": 61}, {"data": "other rows"}, {"perturbation": "typos"})  # same blocks
+    settings = (
+        {"batch_size": 5},
+        {"samples": 61},
+        {"data": "other rows"},
+        {"perturbation": "typos"},
+    )  # same blocks
     for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
         made = {} if change in settings else change
         run = make_run(generator.random(6), objective="hinge", **made)
         run.curve.settings |= change if change in settings else {}
-        other, named = save_run(tmp_path / "other", run), rf"'{next(iter(change))}'" if change in settings else ""
-        with pytest.raises(ValueError, match=rf"were not evaluated on the same data, levels and noise \(\[.*{named}"):
+        other, named = (
+            save_run(tmp_path / "other", run),
+            rf"'{next(iter(change))}'" if change in settings else "",
+        )
+        with pytest.raises(
+            ValueError,
+            match=rf"were not evaluated on the same data, levels and noise \(\[.*{named}",
+        ):
             compare([*folders, other])
     with pytest.raises(ValueError, match="at least two ways of training"):
         compare(folders[:1])
-    with pytest.raises(ValueError, match="holds no noise_curve.json of its last training; run `hf-descent evaluate"):
+    with pytest.raises(
+        ValueError, match="holds no noise_curve.json of its last training; run `hf-descent evaluate"
+    ):
         compare([str(tmp_path), folders[0]])
     with pytest.raises(ValueError, match="one batch"):
-        compare([save_run(tmp_path / name, make_run([0.5], objective=name)) for name in ("erm", "descent")])
+        compare(
+            [
+                save_run(tmp_path / name, make_run([0.5], objective=name))
+                for name in ("erm", "descent")
+            ]
+        )
 
 
 def test_what_proves_nothing_is_refused_or_said(tmp_path):
     generator = np.random.default_rng(7)
     folders = [
-        save_run(tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed))
+        save_run(
+            tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed)
+        )
         for name in ("erm", "descent")
         for seed in range(3)
     ]
-    named = [shutil.copytree(folder, f"{tmp_path}/descent_seed{seed}") for seed, folder in enumerate(folders[3:])]
+    named = [
+        shutil.copytree(folder, f"{tmp_path}/descent_seed{seed}")
+        for seed, folder in enumerate(folders[3:])
+    ]
     assert [*compare([*folders[:3], *named]).groups] == ["erm", "descent"]
     for confidence in (95, 0, -1):
         with pytest.raises(ValueError, match=f"`confidence` is {confidence}"):
             compare(folders, confidence=confidence)
     shutil.copytree(folders[0], tmp_path / "erm-7")
     for again in (f"{tmp_path}/./erm-0", str(tmp_path / "erm-7")):
-        with pytest.raises(ValueError, match=r"'erm' have the seeds \[0, 1, 2, 0\].*Give each once"):
+        with pytest.raises(
+            ValueError, match=r"'erm' have the seeds \[0, 1, 2, 0\].*Give each once"
+        ):
             compare([*folders[:3], again, *folders[3:5]])
-    save_run(tmp_path / "erm-1", make_run([0.5, np.nan, 0.5, 0.6, 0.7, 0.4], objective="erm", seed=1))
+    save_run(
+        tmp_path / "erm-1", make_run([0.5, np.nan, 0.5, 0.6, 0.7, 0.4], objective="erm", seed=1)
+    )
     comparison = compare(folders)
-    assert comparison.differences[0].verdict == "open" and "accuracy that is not finite" in str(comparison)
+    assert comparison.differences[0].verdict == "open" and "accuracy that is not finite" in str(
+        comparison
+    )
 
 
 def test_feasible_is_meant_at_the_training_noise_whatever_the_curve(tmp_path):
     run = make_run([0.5, 0.6], objective="descent")
-    run.summary["noise_gamma"], run.profiles[0.0] = [1.0, 2.0], make_profile([0.9, 0.6, 0.4], 0.0, True)
+    run.summary["noise_gamma"], run.profiles[0.0] = (
+        [1.0, 2.0],
+        make_profile([0.9, 0.6, 0.4], 0.0, True),
+    )
     run.profiles[2.0] = make_profile([0.9, 0.6, 0.4], 2.0, False)
     folder = save_run(tmp_path / "run", run)
     replace(run.curve, gamma_train=None).to_json(tmp_path / "run" / "typos_curve.json")
@@ -215,7 +266,9 @@ def test_all_verdicts_hold_together(tmp_path):
     generator = np.random.default_rng(6)
     names = ("erm", "descent", "hinge")
     folders = [
-        save_run(tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed))
+        save_run(
+            tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed)
+        )
         for name in names
         for seed in range(3)
     ]
@@ -226,7 +279,9 @@ def test_all_verdicts_hold_together(tmp_path):
     assert written["groups"]["erm"]["seeds"] == [0, 1, 2]
     assert written["differences"][0]["verdict"] == comparison.differences[0].verdict
     averages = [run.curve.auc_over_range for run in comparison.groups["erm"]]
-    assert written["groups"]["erm"]["auc_over_range"] == pytest.approx([np.mean(averages), np.std(averages, ddof=1)])
+    assert written["groups"]["erm"]["auc_over_range"] == pytest.approx(
+        [np.mean(averages), np.std(averages, ddof=1)]
+    )
 
 
 def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
@@ -239,9 +294,13 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     for name in ("erm", "descent"):
         assert (groups[name]["auc_id"][0], groups[name]["auc_ood"][0]) == pytest.approx((0.5, 0.4))
     assert "ID: noise levels up to 1, OOD: beyond" in str(comparison)
-    assert groups["descent"]["sigma"][0] == 1.5 and "0.5" in str(comparison)  # the unit of the levels
+    assert groups["descent"]["sigma"][0] == 1.5 and "0.5" in str(
+        comparison
+    )  # the unit of the levels
     assert comparison.groups["erm"][0].curve.gamma_train == 0.0
-    runs = [make_run([0.5, 0.6], objective=name, gammas=GAMMAS + 0.5) for name in ("erm", "descent")]
+    runs = [
+        make_run([0.5, 0.6], objective=name, gammas=GAMMAS + 0.5) for name in ("erm", "descent")
+    ]
     found = compare([save_run(tmp_path / run.summary["objective"], run) for run in runs]).to_dict()
     assert np.isnan(found["groups"]["erm"]["clean"][0])  # without level 0
 
@@ -249,19 +308,29 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
 def test_the_table_counts_feasible_runs_at_the_training_level(tmp_path):
     erm = make_run([0.5, 0.6], objective="erm")
     runs = [make_run([0.5, 0.6], seed, "descent", False) for seed in range(3)]
-    for run, feasible in zip(runs, (True, False)):  # the third was not profiled at the training level
+    for run, feasible in zip(
+        runs, (True, False)
+    ):  # the third was not profiled at the training level
         run.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, feasible)
     # Its profile is of the problem that "auto" would have given it; it was trained to meet none.
     supervised = make_run([0.5, 0.6], 0, "deep_supervision")
     supervised.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, True)
     comparison = compare(
-        [save_run(tmp_path / f"{run.summary['objective']}-{run.seed}", run) for run in (erm, *runs, supervised)]
+        [
+            save_run(tmp_path / f"{run.summary['objective']}-{run.seed}", run)
+            for run in (erm, *runs, supervised)
+        ]
     )
     rows = str(comparison).splitlines()
-    row, other = (next(line for line in rows if line.startswith(arm)) for arm in ("descent ", "deep_supervision"))
+    row, other = (
+        next(line for line in rows if line.startswith(arm))
+        for arm in ("descent ", "deep_supervision")
+    )
     assert row.split()[-3:] == ["1", "of", "2"] and "of" not in other.split()
     certificate = runs[1].profiles[1.0].certificate()
-    names = [name for name, verdict in zip(certificate.rows, certificate.verdicts) if verdict != "met"]
+    names = [
+        name for name, verdict in zip(certificate.rows, certificate.verdicts) if verdict != "met"
+    ]
     groups = comparison.to_dict()["groups"]
     assert names and groups["descent"]["missed"] == dict.fromkeys(names, 1)
     assert not groups["erm"]["missed"] and not groups["deep_supervision"]["missed"]

@@ -36,7 +36,9 @@ def test_typos_come_before_the_tokens():
     vocabulary = {"[UNK]": 0, "good": 1, "film": 2, "bad": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    typos = Typos(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"), max_length=3)
+    typos = Typos(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"), max_length=3
+    )
     row = {"text": "good good film bad", "labels": 1}
     assert typos(row, 0.0, generator())["input_ids"] == [1, 1, 2]
     wrong = typos(row, 0.9, generator())

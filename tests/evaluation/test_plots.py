@@ -13,7 +13,9 @@ def groups():
     generator = np.random.default_rng(0)
     arms = {"erm": {}, "descent": {}, "deep_supervision": {"losses": (0.8, 0.5, 0.45)}}
     return {
-        name: [make_run(generator.random(6), seed=seed, objective=name, **options) for seed in range(3)]
+        name: [
+            make_run(generator.random(6), seed=seed, objective=name, **options) for seed in range(3)
+        ]
         for name, options in arms.items()
     }
 
@@ -70,7 +72,11 @@ def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
 
     verdict = difference(groups, "erm", "descent")
     texts = {"comparison.json", "comparison.txt"}
-    figures = {f"{name}.{ending}" for name in ("metric_against_noise", "layer_losses") for ending in ("png", "svg")}
+    figures = {
+        f"{name}.{ending}"
+        for name in ("metric_against_noise", "layer_losses")
+        for ending in ("png", "svg")
+    }
     assert written() == texts | figures
     assert all((tmp_path / file).stat().st_size > 5000 for file in figures)
     for runs, gamma in zip(groups.values(), (0.0, 2.0)):
@@ -94,4 +100,9 @@ def test_one_evaluation_shows_its_losses_their_intervals_and_what_was_asked():
     assert "asked" not in [line.get_label() for line in figure.axes[0].lines]
     assert figure.axes[0].get_title() == "without noise (training level)"
     image = plots.pixels(figure)
-    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.min() < 50 < image.max()
+    assert (
+        image.dtype == np.uint8
+        and image.ndim == 3
+        and image.shape[2] == 3
+        and image.min() < 50 < image.max()
+    )

@@ -14,7 +14,10 @@ from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve
 def test_layer_losses_and_metrics_are_those_of_truncated_models(gamma):
     data, settings = classification_data(30), {"seed": 5, "batch_size": 8, "sigma": 0.7}
     profile = layer_profile(bert(num_layers=3), data, gamma=gamma, **settings)
-    curves = [noise_curve(truncated(bert(), depth), data, [gamma], draws=1, **settings) for depth in (1, 2, 3)]
+    curves = [
+        noise_curve(truncated(bert(), depth), data, [gamma], draws=1, **settings)
+        for depth in (1, 2, 3)
+    ]
     np.testing.assert_allclose(profile.losses, [curve.losses[0, 0] for curve in curves], rtol=1e-6)
     np.testing.assert_allclose(profile.values, [curve.values[0, 0] for curve in curves])
     assert profile.gamma == gamma
@@ -22,16 +25,23 @@ def test_layer_losses_and_metrics_are_those_of_truncated_models(gamma):
 
 def test_several_labels_have_their_binary_cross_entropy():
     data = [{**row, "labels": torch.eye(3)[row["labels"]]} for row in classification_data(12)]
-    for model, metric in ((bert(problem_type="multi_label_classification"), "rmse"), (bert(), "accuracy")):
+    for model, metric in (
+        (bert(problem_type="multi_label_classification"), "rmse"),
+        (bert(), "accuracy"),
+    ):
         profile = layer_profile(model, data, metric=metric, batch_size=5)
-        losses = [model.eval()(**{name: value[None] for name, value in row.items()}).loss.item() for row in data]
+        losses = [
+            model.eval()(**{name: value[None] for name, value in row.items()}).loss.item()
+            for row in data
+        ]
         assert profile.losses[-1] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_the_rmse_of_layers_and_its_interval_have_the_scale_of_the_metric():
     data = [{**row, "labels": float(row["labels"])} for row in classification_data(30)]
     plain, scaled = (
-        layer_profile(bert(num_labels=1), data, metric="rmse", scale=scale, batch_size=8) for scale in (1.0, 255.0)
+        layer_profile(bert(num_labels=1), data, metric="rmse", scale=scale, batch_size=8)
+        for scale in (1.0, 255.0)
     )
     np.testing.assert_allclose(scaled.values, 255 * np.sqrt(plain.losses), rtol=1e-5)
     np.testing.assert_allclose(scaled.radius("values"), 255 * plain.radius("values"))
@@ -63,7 +73,10 @@ def test_a_problem_of_another_number_of_layers_is_refused_at_the_first_batch():
 
     with pytest.raises(ValueError, match="`problem` is of 4 layers, but .* has 3"):
         layer_profile(
-            bert(num_layers=3), Rows(classification_data(8)), problem=DescentProblem(0.1, 1.0, 4), batch_size=4
+            bert(num_layers=3),
+            Rows(classification_data(8)),
+            problem=DescentProblem(0.1, 1.0, 4),
+            batch_size=4,
         )
 
 
@@ -79,13 +92,17 @@ def test_a_loss_that_is_not_a_number_is_not_feasible(layer):
 
 
 def test_flat_profile_holds_plain_floats():
-    flat = layer_profile(bert(num_layers=2), classification_data(8), problem=DescentProblem(0.1, 1.0, 2)).to_dict()
+    flat = layer_profile(
+        bert(num_layers=2), classification_data(8), problem=DescentProblem(0.1, 1.0, 2)
+    ).to_dict()
     assert {type(value) for value in flat.values()} == {float}
     assert json.loads(json.dumps(flat)) == flat
     assert {"layer_loss_1", "layer_accuracy_2", "max_violation", "feasible"} <= set(flat)
 
 
-def test_the_descent_share_needs_no_constraints_and_is_that_of_the_best_constant_prediction_of_these_labels(tmp_path):
+def test_the_descent_share_needs_no_constraints_and_is_that_of_the_best_constant_prediction_of_these_labels(
+    tmp_path,
+):
     data = classification_data(64, pad=False)
     trainer = trained(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=data)
     profile = trainer.evaluate_layers(data)

@@ -18,7 +18,9 @@ from hf_descent.evaluation import NoiseCurve, layer_profile, noise_curve
 from hf_descent.evaluation.perturbations import salt_and_pepper
 
 
-def curve(gammas=(0.0, 0.5, 1.0, 2.0), values=((0.9, 0.9), (0.8, 0.9), (0.6, 0.8), (0.5, 0.5)), **options):
+def curve(
+    gammas=(0.0, 0.5, 1.0, 2.0), values=((0.9, 0.9), (0.8, 0.9), (0.6, 0.8), (0.5, 0.5)), **options
+):
     losses = np.arange(2.0 * len(gammas)).reshape(-1, 2)
     return NoiseCurve("accuracy", np.array(gammas), np.array(values), losses, **options)
 
@@ -26,7 +28,9 @@ def curve(gammas=(0.0, 0.5, 1.0, 2.0), values=((0.9, 0.9), (0.8, 0.9), (0.6, 0.8
 def test_summaries_equal_hand_computed_values():
     result = curve(gamma_train=0.5)
     np.testing.assert_allclose(result.mean, [0.9, 0.85, 0.7, 0.5])
-    np.testing.assert_allclose(result.std, [0.0, 0.1 / math.sqrt(2), 0.2 / math.sqrt(2), 0.0], atol=1e-15)
+    np.testing.assert_allclose(
+        result.std, [0.0, 0.1 / math.sqrt(2), 0.2 / math.sqrt(2), 0.0], atol=1e-15
+    )
     # 0.5 * (0.9 + 0.85) / 2 + 0.5 * (0.85 + 0.7) / 2 + 1 * (0.7 + 0.5) / 2
     assert result.auc == pytest.approx(0.4375 + 0.3875 + 0.6)
     assert result.auc_over_range == pytest.approx(1.425 / 2)
@@ -63,7 +67,11 @@ def test_a_summary_that_there_is_not_has_no_interval():
 
 def test_a_table_shows_no_interval_that_there_is_not():
     shown = str(curve([0.0, 1.0], [[0.9], [0.7]]))
-    assert "nan" not in shown and shown.endswith("over the range 0.8") and "AUC" not in str(curve([0.5], [[0.9]]))
+    assert (
+        "nan" not in shown
+        and shown.endswith("over the range 0.8")
+        and "AUC" not in str(curve([0.5], [[0.9]]))
+    )
     assert "accuracy_auc" not in curve([0.5], [[0.9]]).to_dict()
 
 
@@ -79,7 +87,10 @@ def test_flat_dict_holds_plain_floats():
 def test_results_survive_the_disk(tmp_path):
     path = str(tmp_path / "curve.json")
     problem = DescentProblem(0.1, 1.0, 3)
-    for before in (layer_profile(bert(), classification_data(20), problem=problem), curve(gamma_train=0.5)):
+    for before in (
+        layer_profile(bert(), classification_data(20), problem=problem),
+        curve(gamma_train=0.5),
+    ):
         before.to_json(path)
         after = type(before).from_json(path)
         assert after.to_dict() == before.to_dict()
@@ -87,7 +98,9 @@ def test_results_survive_the_disk(tmp_path):
     assert str(before).splitlines()[2].split() == ["0.5", "0.85", "-", "0.071", "2.5"]
     np.testing.assert_array_equal(after.losses, before.losses)
     former = json.loads((tmp_path / "curve.json").read_text()) | {"gone": 1}
-    (tmp_path / "former.json").write_text(json.dumps(former))  # with an attribute that there is no more
+    (tmp_path / "former.json").write_text(
+        json.dumps(former)
+    )  # with an attribute that there is no more
     assert str(NoiseCurve.from_json(tmp_path / "former.json")) == str(before)
     with pytest.raises(TypeError):
         curve(settings={"seed": {0}}).to_json(path)
@@ -132,15 +145,22 @@ def test_a_given_noise_stays_as_it_is(failing):
         noise.reseed()
         assert torch.equal(noisy_logits(), expected[0])
         with pytest.raises(ZeroDivisionError) if failing else nullcontext():
-            noise_curve(model, data, [1.0, 2.0], noise=noise, layer_loss_fn=fail if failing else None)
+            noise_curve(
+                model, data, [1.0, 2.0], noise=noise, layer_loss_fn=fail if failing else None
+            )
         assert torch.equal(noisy_logits(), expected[1])
 
 
 def test_a_routers_loss_is_none_of_the_task():
     fields = MODELS["MixtralForCausalLM"]
-    model, data = build("MixtralForCausalLM", fields | {"router_aux_loss_coef": 0.5}), language_data(6, ragged=False)
+    model, data = (
+        build("MixtralForCausalLM", fields | {"router_aux_loss_coef": 0.5}),
+        language_data(6, ragged=False),
+    )
     curve = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1)
-    assert curve.losses[0, 0] == pytest.approx(layer_profile(model, data, batch_size=4).losses[-1], rel=1e-6)
+    assert curve.losses[0, 0] == pytest.approx(
+        layer_profile(model, data, batch_size=4).losses[-1], rel=1e-6
+    )
     assert model.config.output_router_logits
     model.config.output_router_logits = False
     plain = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1)
@@ -151,11 +171,16 @@ def test_two_models_see_the_same_noise():
     def noise_seen_by(model):
         """The noise of (batch, draw), in order: what reaches the first LayerNorm, minus the same of level 0."""
         sums = []
-        model.bert.embeddings.LayerNorm.register_forward_pre_hook(lambda module, args: sums.append(args[0]))
+        model.bert.embeddings.LayerNorm.register_forward_pre_hook(
+            lambda module, args: sums.append(args[0])
+        )
         noise_curve(model, classification_data(16), [0.0, 1.0], draws=2, batch_size=8, sigma=1.0)
         return [noisy - clean for clean, *draws in (sums[:3], sums[3:]) for noisy in draws]
 
-    first, second = noise_seen_by(bert(num_layers=2, seed=0)), noise_seen_by(bert(num_layers=3, seed=1))
+    first, second = (
+        noise_seen_by(bert(num_layers=2, seed=0)),
+        noise_seen_by(bert(num_layers=3, seed=1)),
+    )
     torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
     assert len(first) == 4
     assert not any(torch.allclose(a, b) for index, a in enumerate(first) for b in first[:index])
@@ -191,7 +216,10 @@ def test_accuracy_under_noise_follows_the_normal_law():
 
 def test_bad_input_is_refused():
     model, data = bert(), classification_data(8)
-    with EmbeddingNoise(model, 1.0) as noise, pytest.raises(ValueError, match="`noise` is attached"):
+    with (
+        EmbeddingNoise(model, 1.0) as noise,
+        pytest.raises(ValueError, match="`noise` is attached"),
+    ):
         noise_curve(model, data, [1.0], noise=noise)
     for rows, given in ((data, {"noise": noise}), (DataLoader(data), {})):
         with pytest.raises(ValueError, match="give a data set, and no `noise`"):
@@ -209,11 +237,16 @@ def test_streams_and_loaders_are_read_once_and_say_no_number_of_samples():
     rows = classification_data(20)
     expected = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8)
     assert expected.settings["samples"] == 20
-    loaders = (DataLoader(data, 8, collate_fn=default_data_collator) for data in (rows, Stream(iter(rows))))
+    loaders = (
+        DataLoader(data, 8, collate_fn=default_data_collator) for data in (rows, Stream(iter(rows)))
+    )
     for data in (Stream(iter(rows)), *loaders):
         curve = noise_curve(bert(), data, [0.0, 1.0], batch_size=8)
         np.testing.assert_array_equal(curve.losses, expected.losses)
-        assert curve.settings["samples"] is None and curve.settings["data"] == expected.settings["data"]
+        assert (
+            curve.settings["samples"] is None
+            and curve.settings["data"] == expected.settings["data"]
+        )
 
 
 def test_perturbed_rows_are_collated_for_every_level_and_draw():
@@ -228,10 +261,16 @@ def test_perturbed_rows_are_collated_for_every_level_and_draw():
     curve = noise_curve(model, rows, [0.0, 0.5, 1.0], draws=2, batch_size=8, perturbation=swap)
     assert curve.settings["perturbation"] == "swap"
     swap.name = "sevens"
-    assert noise_curve(model, rows[:1], [0.0], perturbation=swap).settings["perturbation"] == "sevens"
-    assert curve.losses[0, 0] == pytest.approx(noise_curve(model, rows, [0.0]).losses[0, 0], rel=1e-6)
+    assert (
+        noise_curve(model, rows[:1], [0.0], perturbation=swap).settings["perturbation"] == "sevens"
+    )
+    assert curve.losses[0, 0] == pytest.approx(
+        noise_curve(model, rows, [0.0]).losses[0, 0], rel=1e-6
+    )
     constant = [{**row, "input_ids": torch.full((10,), 7)} for row in rows]
-    np.testing.assert_allclose(curve.losses[2], noise_curve(model, constant, [0.0]).losses[0, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        curve.losses[2], noise_curve(model, constant, [0.0]).losses[0, 0], rtol=1e-6
+    )
     first = set(seen)
     seen.clear()
     noise_curve(bert(seed=1), rows, [0.5], draws=2, batch_size=5, perturbation=swap)

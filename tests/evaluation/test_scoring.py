@@ -27,7 +27,9 @@ from hf_descent.evaluation.scoring import _accuracy
 
 def causal_xlnet():
     torch.manual_seed(0)
-    return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16))
+    return XLNetLMHeadModel(
+        XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)
+    )
 
 
 def token_classifier(**config):
@@ -37,7 +39,11 @@ def token_classifier(**config):
 
 def answers():
     return [
-        {"input_ids": row["input_ids"], "start_positions": index - 1, "end_positions": 12}  # both ends lie outside
+        {
+            "input_ids": row["input_ids"],
+            "start_positions": index - 1,
+            "end_positions": 12,
+        }  # both ends lie outside
         for index, row in enumerate(language_data(10))
     ]
 
@@ -48,7 +54,9 @@ def test_the_scale_of_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicte
     model, data = spread(llama()), language_data(8)
 
     def scaled(outputs, labels, num_items_in_batch):
-        losses = F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        losses = F.cross_entropy(
+            outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        )
         return scale * losses / num_items_in_batch
 
     def readout(_, hidden, inputs):
@@ -81,8 +89,12 @@ def test_clean_level_equals_a_naive_loop_and_stock_evaluation(tmp_path):
     assert model.training
     assert result.values[0, 0] == correct / 60
     assert result.losses[0, 0] == pytest.approx(loss / 60, rel=1e-6)
-    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=20, report_to="none", use_cpu=True)
-    assert result.losses[0, 0] == pytest.approx(Trainer(model, arguments).evaluate(data)["eval_loss"], rel=1e-6)
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=20, report_to="none", use_cpu=True
+    )
+    assert result.losses[0, 0] == pytest.approx(
+        Trainer(model, arguments).evaluate(data)["eval_loss"], rel=1e-6
+    )
     ragged = noise_curve(model, data, [0.0], batch_size=23)
     assert ragged.values[0, 0] == correct / 60
     assert ragged.losses[0, 0] == pytest.approx(loss / 60, rel=1e-6)
@@ -120,7 +132,10 @@ def test_unshifted_token_labels_are_scored_in_place(build):
 
 
 def test_question_answering_scores_both_positions():
-    model, data = BertForQuestionAnswering(bert(num_layers=2, num_labels=2, seed=3).config).eval(), answers()
+    model, data = (
+        BertForQuestionAnswering(bert(num_layers=2, num_labels=2, seed=3).config).eval(),
+        answers(),
+    )
     result = layer_profile(model, data, batch_size=5)
     hits = []
     for row in data:
@@ -129,7 +144,9 @@ def test_question_answering_scores_both_positions():
     assert result.values[-1] == np.mean(hits)
 
 
-@pytest.mark.parametrize(("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))])
+@pytest.mark.parametrize(
+    ("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))]
+)
 def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(build, data):
     """By its config, or as a custom model."""
     models = [build(), build(return_dict=False), ByPlace(build())]
@@ -144,7 +161,10 @@ def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(bui
 def test_rmse_and_own_metrics():
     class Identity(Gain):
         def forward(self, pixel_values, labels=None):
-            return {"loss": F.mse_loss(pixel_values * self.gain, labels), "logits": pixel_values * self.gain}
+            return {
+                "loss": F.mse_loss(pixel_values * self.gain, labels),
+                "logits": pixel_values * self.gain,
+            }
 
     images = torch.rand(20, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     data = [{"pixel_values": image, "labels": image} for image in images]
@@ -165,7 +185,12 @@ def test_rmse_and_own_metrics():
 def test_whole_labels_of_a_single_logit_are_numbers(evaluate):
     model, data = spread(bert(num_labels=1)), classification_data(count=20, num_labels=5)
     result = evaluate(model, data, metric="rmse", batch_size=8)
-    expected = evaluate(model, [{**row, "labels": float(row["labels"])} for row in data], metric="rmse", batch_size=8)
+    expected = evaluate(
+        model,
+        [{**row, "labels": float(row["labels"])} for row in data],
+        metric="rmse",
+        batch_size=8,
+    )
     np.testing.assert_array_equal(result.values, expected.values)
     np.testing.assert_allclose(result.values.flat[-1] ** 2, result.losses.flat[-1], rtol=1e-5)
     with pytest.raises(ValueError, match="the labels are numbers, not classes; use 'rmse'"):
@@ -185,7 +210,9 @@ def test_metrics_are_named_after_their_function_or_class():
 
     misses.greater_is_better = False
     metrics = "accuracy", Hits(1), partial(misses, factor=2)
-    accuracy, hits, wrong = (noise_curve(bert(), classification_data(8), [0.0], metric=metric) for metric in metrics)
+    accuracy, hits, wrong = (
+        noise_curve(bert(), classification_data(8), [0.0], metric=metric) for metric in metrics
+    )
     assert (hits.metric, hits.greater_is_better) == ("Hits", True)
     Hits.__name__ = "rmse"  # of which results would take the root
     with pytest.raises(ValueError, match="of another name"):
@@ -199,7 +226,11 @@ def test_bad_data_and_settings_are_refused(evaluate):
     data = classification_data(8)
     unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in data]
     for rows, settings, match in (
-        (dict.fromkeys(("validation", "test"), data), {}, "`dataset` holds 'validation', 'test'; give one"),
+        (
+            dict.fromkeys(("validation", "test"), data),
+            {},
+            "`dataset` holds 'validation', 'test'; give one",
+        ),
         (data, {"batch_size": 0}, "`batch_size` is 0"),
         (data, {"metric": "f1"}, "`metric` is 'f1'"),
         ([], {}, "empty"),
@@ -228,14 +259,21 @@ def test_own_loss_and_own_readout():
         return F.cross_entropy(outputs["logits"], labels) ** 2
 
     options = {"readout": readout, "layer_loss_fn": focal, "batch_size": 12}
-    profile, curve = layer_profile(model, data, **options), noise_curve(model, data, [0.0], **options)
+    profile, curve = (
+        layer_profile(model, data, **options),
+        noise_curve(model, data, [0.0], **options),
+    )
     batch = default_data_collator(data)
     labels = batch.pop("labels")
     model.eval()
     hidden = model(**batch, output_hidden_states=True).hidden_states[1:]
     logits = [head(state[:, 0]).detach() for state in hidden]
-    np.testing.assert_allclose(profile.losses, [F.cross_entropy(x, labels).item() ** 2 for x in logits], rtol=1e-5)
-    np.testing.assert_allclose(profile.values, [(x.argmax(-1) == labels).double().mean() for x in logits])
+    np.testing.assert_allclose(
+        profile.losses, [F.cross_entropy(x, labels).item() ** 2 for x in logits], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        profile.values, [(x.argmax(-1) == labels).double().mean() for x in logits]
+    )
     np.testing.assert_allclose(curve.losses[0], profile.losses[-1])
 
 

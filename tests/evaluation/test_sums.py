@@ -13,20 +13,33 @@ def test_the_fingerprint_is_of_the_data_alone():
     """The same for every model and what stands beside the data; another one for other rows, labels or batches."""
 
     def fingerprint(rows, seed=0, batch_size=8):
-        return noise_curve(bert(seed=seed), rows, [1.0], draws=1, batch_size=batch_size).settings["data"]
+        return noise_curve(bert(seed=seed), rows, [1.0], draws=1, batch_size=batch_size).settings[
+            "data"
+        ]
 
     rows = classification_data(16)
     masked = [{**row, "attention_mask": torch.ones(10, dtype=torch.long)} for row in rows]
     same = {fingerprint(rows), fingerprint(rows, seed=1), fingerprint(masked)}
     assert same == {layer_profile(bert(num_layers=2), rows, batch_size=8).data}
     last = [*rows[:15], {**rows[15], "labels": (rows[15]["labels"] + 1) % 3}]
-    others = [classification_data(16, seed=1), classification_data(16, length=9), rows[:15], rows[::-1], last]
+    others = [
+        classification_data(16, seed=1),
+        classification_data(16, length=9),
+        rows[:15],
+        rows[::-1],
+        last,
+    ]
     found = [*map(fingerprint, others), fingerprint(rows, batch_size=4)]
     assert len(set(found)) == 6 and not same & set(found)
 
 
 def test_a_curve_of_numpy_s_numbers_survives_the_disk(tmp_path):
-    settings = {"scale": np.float32(0.5), "batch_size": np.int64(4), "draws": np.int64(2), "seed": np.int64(1)}
+    settings = {
+        "scale": np.float32(0.5),
+        "batch_size": np.int64(4),
+        "draws": np.int64(2),
+        "seed": np.int64(1),
+    }
     levels = np.float32([0.0, 0.5])  # training's are a range, whose upper end counts
     given = noise_curve(bert(), classification_data(8), [0.0], gamma_train=levels, **settings)
     given.to_json(tmp_path / "curve.json")
@@ -44,7 +57,9 @@ def test_blocks_in_which_a_metric_counts_nothing_still_count_for_the_loss():
 
     rows = sorted(classification_data(40), key=lambda row: row["labels"] == 0)
     curve = noise_curve(bert(), rows, [0.0, 1.0], metric=recall, batch_size=4)
-    np.testing.assert_array_equal(curve.losses, noise_curve(bert(), rows, [0.0, 1.0], batch_size=4).losses)
+    np.testing.assert_array_equal(
+        curve.losses, noise_curve(bert(), rows, [0.0, 1.0], batch_size=4).losses
+    )
     assert curve.blocks.shape[0] == 10
     assert np.isfinite(curve.radius("mean")).all()
     with pytest.raises(ValueError, match="no labels that count"):
@@ -52,12 +67,17 @@ def test_blocks_in_which_a_metric_counts_nothing_still_count_for_the_loss():
 
 
 def test_sums_do_not_grow_with_the_data():
-    few, many = (noise_curve(bert(), classification_data(n), [1.0], batch_size=2, draws=1) for n in (8, 200))
+    few, many = (
+        noise_curve(bert(), classification_data(n), [1.0], batch_size=2, draws=1) for n in (8, 200)
+    )
     assert few.blocks.shape == (4, 1, 1, 4)
     assert many.blocks.shape == (32, 1, 1, 4)
     np.testing.assert_array_equal(many.blocks[..., 1].sum(), 200)
 
 
 def test_a_tensor_is_itself_however_it_lies_in_memory():
-    found = [fingerprint_of_tensors([("x", x)]) for x in (torch.ones(4), torch.ones(1).expand(4), torch.ones(8)[::2])]
+    found = [
+        fingerprint_of_tensors([("x", x)])
+        for x in (torch.ones(4), torch.ones(1).expand(4), torch.ones(8)[::2])
+    ]
     assert len(set(found)) == 1 and fingerprint_of_tensors([("x", torch.zeros(4))]) != found[0]

@@ -27,7 +27,9 @@ def test_of_a_ratio_it_is_the_delta_method():
     ratio = sums.sum() / counts.sum()
     linear = (sums - ratio * counts) / counts.mean()
     found = radius(mean, np.stack([sums, counts], axis=1))
-    assert found == pytest.approx(stats.t.ppf(0.975, 399) * linear.std(ddof=1) / np.sqrt(400), rel=0.01)
+    assert found == pytest.approx(
+        stats.t.ppf(0.975, 399) * linear.std(ddof=1) / np.sqrt(400), rel=0.01
+    )
 
 
 def test_intervals_hold_as_often_as_they_say():

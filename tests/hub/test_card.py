@@ -41,7 +41,10 @@ def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
     card, text = read(tmp_path / "run")
     assert (card.data.license, card.data.language) == ("mit", "en")
     assert card.data.to_dict()["library_name"] == "transformers"
-    assert card.data.datasets == ["stanfordnlp/imdb"] and card.data.pipeline_tag == "text-classification"
+    assert (
+        card.data.datasets == ["stanfordnlp/imdb"]
+        and card.data.pipeline_tag == "text-classification"
+    )
     assert {"mine", "hf_descent", "descent"} <= set(card.data.tags)
     found = results_of(card)
     for gamma, mean in zip(("0", "0.5", "2"), curve.mean):
@@ -49,11 +52,20 @@ def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
     assert found["accuracy_auc"] == pytest.approx(curve.auc)
     assert found["loss"] == pytest.approx(metrics["eval_loss"])
     verdict = Certificate.from_json(tmp_path / "run" / "verdict.json")
-    assert str(verdict) in text.split("## Use")[0] and "0 of 3 rows are met" in text  # 16 rows are too few
+    assert (
+        str(verdict) in text.split("## Use")[0] and "0 of 3 rows are met" in text
+    )  # 16 rows are too few
     assert verdict.multipliers == trainer.multipliers.values.tolist()
     assert str(profile) in text and str(curve) in text
-    assert "| `descent_alpha` | 0.3 |" in text and "| `learning_rate` | 0.01 |" in text and "2601.17257" in text
-    assert 'AutoModelForSequenceClassification.from_pretrained("run")' in text and "AutoTokenizer" in text
+    assert (
+        "| `descent_alpha` | 0.3 |" in text
+        and "| `learning_rate` | 0.01 |" in text
+        and "2601.17257" in text
+    )
+    assert (
+        'AutoModelForSequenceClassification.from_pretrained("run")' in text
+        and "AutoTokenizer" in text
+    )
     for name in ("noise", "layers"):
         assert f"({name}.png)" in text and (tmp_path / "run" / f"{name}.svg").is_file()
 
@@ -64,9 +76,23 @@ def test_the_command_adds_what_was_measured_later_and_keeps_what_was_said(tmp_pa
     trainer.save_metrics("test", {"test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
     trainer.create_model_card(license="mit")
     RunFolder(tmp_path).write(EXITS)
-    cli.main(["card", str(tmp_path), "--limits", "A toy.", "--datasets", "a/road", "--test_data", "people"])
+    cli.main(
+        [
+            "card",
+            str(tmp_path),
+            "--limits",
+            "A toy.",
+            "--datasets",
+            "a/road",
+            "--test_data",
+            "people",
+        ]
+    )
     card, text = read(tmp_path)
-    assert "| metric, test data | value |" in text and results_of(card) == {"accuracy": 0.25, "loss": 1.5}
+    assert "| metric, test data | value |" in text and results_of(card) == {
+        "accuracy": 0.25,
+        "loss": 1.5,
+    }
     assert {result.dataset_name for result in card.data.eval_results} == {"people"}
     assert card.data.eval_results[0].dataset_split == "test" and card.data.datasets == ["a/road"]
     assert "- A toy." in text and card.data.license == "mit"
@@ -91,7 +117,11 @@ def test_what_a_former_training_left_or_is_gone_is_not_said_of_this_model(tmp_pa
     for trainer in (first, trained(tmp_path, learning_rate=0.02)):
         trainer.create_model_card()
         card, text = read(tmp_path)
-        assert card.data.eval_results is None and "No evaluation was recorded" in text and "![" not in text
+        assert (
+            card.data.eval_results is None
+            and "No evaluation was recorded" in text
+            and "![" not in text
+        )
         assert card.data.license == "mit"
         assert f"| `learning_rate` | {trainer.args.learning_rate} |" in text
     trainer.save_metrics("eval", {"eval_accuracy": 0.5})  # into one file with the former training's
@@ -103,8 +133,12 @@ def test_what_a_former_training_left_or_is_gone_is_not_said_of_this_model(tmp_pa
         loss = profile.losses[-1] * (1 if same else 1.005)
         trainer.save_metrics("eval", {"eval_accuracy": 0.5, "eval_layer_loss_3": loss})
         assert bool(collect(tmp_path)["evaluation"]) == same
-    trainer.save_metrics("eval", {"eval_accuracy_auc": 0.4, "eval_accuracy_auc_ood": 0.3, "eval_roc_auc": 0.9})
-    RunFolder(tmp_path).write({"noise_curve": (curve := trainer.evaluate_robustness(gammas=[0, 2], gamma_train=None))})
+    trainer.save_metrics(
+        "eval", {"eval_accuracy_auc": 0.4, "eval_accuracy_auc_ood": 0.3, "eval_roc_auc": 0.9}
+    )
+    RunFolder(tmp_path).write(
+        {"noise_curve": (curve := trainer.evaluate_robustness(gammas=[0, 2], gamma_train=None))}
+    )
     assert collect(tmp_path)["evaluation"] == {
         "eval_accuracy_auc": curve.auc, "eval_accuracy_auc_ood": None, "eval_roc_auc": 0.9,
     }  # fmt: skip
@@ -119,7 +153,12 @@ def test_a_card_without_evaluations_says_so(tmp_path):
     bert().save_pretrained(tmp_path / "bare")
     cli.main(["card", str(tmp_path / "bare")])
     assert "The settings of this run were not recorded" in read(tmp_path / "bare")[1]
-    evaluation = {"eval_loss": 3.0, "eval_largest_rise": -0.1, "eval_layer_loss_1": 1.0, "eval_layer_loss_2": 0.9}
+    evaluation = {
+        "eval_loss": 3.0,
+        "eval_largest_rise": -0.1,
+        "eval_layer_loss_1": 1.0,
+        "eval_layer_loss_2": 0.9,
+    }
     write_card(tmp_path / "bare", evaluation=evaluation)
     assert "f_L = 0.9," in read(tmp_path / "bare")[1]
     with pytest.raises(ValueError, match="neither `config.json` nor"):
@@ -132,8 +171,12 @@ def test_a_card_without_evaluations_says_so(tmp_path):
 def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     rows = classification_data(16)
-    settings = config(tmp_path, max_steps=6, learning_rate=0.5, load_best_model_at_end=True, **steps)
-    trainer = DescentTrainer(bert(), settings, train_dataset=rows, eval_dataset=classification_data(16, seed=5))
+    settings = config(
+        tmp_path, max_steps=6, learning_rate=0.5, load_best_model_at_end=True, **steps
+    )
+    trainer = DescentTrainer(
+        bert(), settings, train_dataset=rows, eval_dataset=classification_data(16, seed=5)
+    )
     trainer.train()
     assert trainer.state.best_global_step < 6  # at such a rate training only spoils the model
     trainer.create_model_card()
@@ -146,7 +189,10 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     assert summary["train_rows"] == summary["select_rows"] == 16
     parts = "16 rows to train the weights on; the multipliers moved on the same; 16 were evaluated in training"
     assert parts in read(tmp_path)[1] and "the verdict is on 16 items" in read(tmp_path)[1]
-    for rows, same in ((classification_data(16, seed=6), False), (None, True)):  # rows of their own certify
+    for rows, same in (
+        (classification_data(16, seed=6), False),
+        (None, True),
+    ):  # rows of their own certify
         for measure in (trainer.evaluate, trainer.evaluate_layers):
             measure(rows)
             trainer.create_model_card()
@@ -156,7 +202,9 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
 def test_rows_of_evaluations_in_training_are_told_by_what_is_in_them(tmp_path):
     def told(rows, strategy="steps"):
         settings = config(tmp_path, max_steps=1, eval_strategy=strategy, eval_steps=1)
-        trainer = DescentTrainer(bert(), settings, train_dataset=classification_data(16), eval_dataset=chosen_by)
+        trainer = DescentTrainer(
+            bert(), settings, train_dataset=classification_data(16), eval_dataset=chosen_by
+        )
         trainer.train()
         trainer.evaluate(rows)
         by_loop = trainer._record.certificate.also_selected
@@ -176,7 +224,9 @@ def test_a_card_names_each_of_several_data_sets_and_those_of_training(tmp_path):
 
     sets = {"a": Stream(classification_data(16)), "b": classification_data(16)}
     settings = config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2)
-    trainer = DescentTrainer(bert(), settings, train_dataset=classification_data(16), eval_dataset=sets)
+    trainer = DescentTrainer(
+        bert(), settings, train_dataset=classification_data(16), eval_dataset=sets
+    )
     before = trainer.evaluate()
     assert "eval_a_model_preparation_time" in before  # before training, Trainer logs it
     trainer.create_model_card()
@@ -195,8 +245,17 @@ def test_a_card_names_each_of_several_data_sets_and_those_of_training(tmp_path):
 
 def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_index(tmp_path):
     bert().save_pretrained(tmp_path)
-    evaluation = {"eval_loss": np.float32(0.5), "eval_accuracy": torch.tensor(0.25), "epoch": 3, "eval_feasible": 0.0}
-    evaluation |= {"eval_f1": math.nan, "eval_mcc": np.float64("inf"), "eval_max_violation": np.float64(0.125)}
+    evaluation = {
+        "eval_loss": np.float32(0.5),
+        "eval_accuracy": torch.tensor(0.25),
+        "epoch": 3,
+        "eval_feasible": 0.0,
+    }
+    evaluation |= {
+        "eval_f1": math.nan,
+        "eval_mcc": np.float64("inf"),
+        "eval_max_violation": np.float64(0.125),
+    }
     settings = {"a": np.int64(3), "b": {"c": (1, None)}}
     write_card(tmp_path, evaluation=evaluation, settings=settings, objective="descent")
     card, text = read(tmp_path)
@@ -204,8 +263,16 @@ def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_inde
     assert "| `a` | 3 |" in text and "was not measured on held-out data" in text
     assert json.loads((tmp_path / "model_card.json").read_text())["evaluation"]["eval_f1"] is None
     assert plain({1: (np.arange(2), float("inf"), np.bool_(True))}) == {"1": [[0, 1], None, True]}
-    evaluation = {"eval_roc_auc": 0.9, "test_accuracy@0.5": 0.7, "eval_layer_loss_1": 2.0, "eval_runtime": 3.0}
-    evaluation |= {"test_accuracy_auc_over_range_radius": 0.02, "eval_samples": 8}  # half a width of an interval
+    evaluation = {
+        "eval_roc_auc": 0.9,
+        "test_accuracy@0.5": 0.7,
+        "eval_layer_loss_1": 2.0,
+        "eval_runtime": 3.0,
+    }
+    evaluation |= {
+        "test_accuracy_auc_over_range_radius": 0.02,
+        "eval_samples": 8,
+    }  # half a width of an interval
     assert metrics_of(evaluation | {"eval_f1_samples": 0.5}) == {"roc_auc": 0.9, "f1_samples": 0.5}
 
 
@@ -213,14 +280,29 @@ def test_trl_writes_this_card_at_checkpoints_and_takes_its_own_arguments(tmp_pat
     pytest.importorskip("trl")
     from hf_descent import SFTDescentConfig, SFTDescentTrainer
 
-    arguments = {"report_to": "none", "use_cpu": True, "bf16": False, "max_steps": 2, "save_steps": 1}
-    arguments |= {"descent_alpha": 0.1, "initial_loss_bound": 4.0, "dual_warmup_steps": 0, "max_length": None}
+    arguments = {
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": 2,
+        "save_steps": 1,
+    }
+    arguments |= {
+        "descent_alpha": 0.1,
+        "initial_loss_bound": 4.0,
+        "dual_warmup_steps": 0,
+        "max_length": None,
+    }
     rows = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in language_data(8)])
     arguments = SFTDescentConfig(output_dir=str(tmp_path / "sft"), **arguments)
-    trainer = SFTDescentTrainer(llama(), arguments, train_dataset=rows, processing_class=word_tokenizer())
+    trainer = SFTDescentTrainer(
+        llama(), arguments, train_dataset=rows, processing_class=word_tokenizer()
+    )
     trainer.train()
     card, _ = read(tmp_path / "sft")  # written at a checkpoint
-    assert card.data.pipeline_tag == "text-generation" and {"hf_descent", "sft", "trl"} <= set(card.data.tags)
+    assert card.data.pipeline_tag == "text-generation" and {"hf_descent", "sft", "trl"} <= set(
+        card.data.tags
+    )
     trainer.create_model_card(model_name="mine", dataset_name="tatsu-lab/alpaca", tags=["extra"])
     card, text = read(tmp_path / "sft")
     assert text.split("---\n", 2)[2].lstrip().startswith("# mine")
@@ -239,7 +321,9 @@ def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path)
         trainer.create_model_card()
         assert json.loads((folder / "descent_config.json").read_text()) == before
         card, text = read(folder)
-        assert "| `learning_rate` | 0.03 |" in text and results_of(card)["loss"] == pytest.approx(metrics["eval_loss"])
+        assert "| `learning_rate` | 0.03 |" in text and results_of(card)["loss"] == pytest.approx(
+            metrics["eval_loss"]
+        )
         assert ("mine" in card.data.tags) == (folder == run)
 
 
@@ -248,7 +332,9 @@ def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):
         return model.classifier(hidden.mean(1))
 
     data = classification_data(16)
-    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=data, eval_dataset=data, readout=pooled)
+    trainer = DescentTrainer(
+        bert(), config(tmp_path), train_dataset=data, eval_dataset=data, readout=pooled
+    )
     trainer.train()
     trainer.evaluate_layers(gamma=0.5)
     trainer.create_model_card()
@@ -258,7 +344,9 @@ def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):
     assert "on the output of each layer, at noise gamma 0.5:" in text
 
 
-@pytest.mark.parametrize(("base", "known"), [("someone/base", True), ("/of/another/machine", False)])
+@pytest.mark.parametrize(
+    ("base", "known"), [("someone/base", True), ("/of/another/machine", False)]
+)
 def test_a_folder_is_no_base_model(base, known, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert (collect(tmp_path).get("base_model") == base) == known
@@ -266,22 +354,30 @@ def test_a_folder_is_no_base_model(base, known, tmp_path):
 
 
 def test_a_card_holds_the_validation_results_of_a_denoiser(tmp_path):
-    trained(tmp_path).save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
+    trained(tmp_path).save_metrics(
+        "validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0}
+    )
     card = collect(tmp_path)
     assert card["split"] == "validation" and card["evaluation"]["validation_mean_rmse"] == 4.0
 
 
-@pytest.mark.parametrize(("architecture", "level"), [("UTForVideoDenoising", 0.5), ("BertForMaskedLM", 0.0)])
+@pytest.mark.parametrize(
+    ("architecture", "level"), [("UTForVideoDenoising", 0.5), ("BertForMaskedLM", 0.0)]
+)
 def test_the_card_of_a_denoiser_tells_what_it_does_to_noise(architecture, level, tmp_path):
     trained(tmp_path, noise_gamma=0.5)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    profiles = [LayerProfile("rmse", [0.5, 0.4, 0.3], [5.0, 4.0, 3.0], gamma) for gamma in (0.0, 0.5, 2.0)]
+    profiles = [
+        LayerProfile("rmse", [0.5, 0.4, 0.3], [5.0, 4.0, 3.0], gamma) for gamma in (0.0, 0.5, 2.0)
+    ]
     RunFolder(tmp_path).write({f"layer_profile{profile.ending}": profile for profile in profiles})
     assert collect(tmp_path)["layer_profile"]["gamma"] == level
 
 
 @pytest.mark.parametrize(("rows", "chose"), [(None, True), (classification_data(8, seed=9), False)])
-def test_a_verdict_that_is_measured_anew_says_whether_its_rows_chose_the_checkpoint(rows, chose, tmp_path):
+def test_a_verdict_that_is_measured_anew_says_whether_its_rows_chose_the_checkpoint(
+    rows, chose, tmp_path
+):
     trainer = trained(tmp_path, eval_strategy="steps", eval_steps=1)
     RunFolder(tmp_path).write({"layer_profile": trainer.evaluate_layers(rows)})
     (tmp_path / "verdict.json").unlink(missing_ok=True)
@@ -290,7 +386,9 @@ def test_a_verdict_that_is_measured_anew_says_whether_its_rows_chose_the_checkpo
 
 def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):
     def entries():
-        return parse_eval_result_entries(yaml.safe_load((tmp_path / ".eval_results/hf_descent.yaml").read_text()))
+        return parse_eval_result_entries(
+            yaml.safe_load((tmp_path / ".eval_results/hf_descent.yaml").read_text())
+        )
 
     trainer = trained(tmp_path, save_strategy="no")
     named = ["card", str(tmp_path), "--benchmark", "someone/benchmark", "default"]
@@ -304,7 +402,11 @@ def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):
     cli.main([*named, "accuracy"])
     written = json.loads((tmp_path / "test_results.json").read_text())
     (entry,) = entries()
-    assert (entry.dataset_id, entry.task_id, entry.value) == ("someone/benchmark", "default", written["test_accuracy"])
+    assert (entry.dataset_id, entry.task_id, entry.value) == (
+        "someone/benchmark",
+        "default",
+        written["test_accuracy"],
+    )
     assert (entry.date, entry.notes, entry.source_url) == ("2096-10-02", "accuracy, test", None)
     trainer = trained(tmp_path, save_strategy="no")  # of which nothing is known yet
     os.utime(tmp_path / "test_results.json", (0, 0))

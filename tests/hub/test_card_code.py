@@ -17,12 +17,21 @@ from hf_descent.loading import load_model as load_adapted
     ("architecture", "library", "usage"),
     [
         ("T5ForConditionalGeneration", "transformers", "AutoModelForSeq2SeqLM.from"),
-        ("WhisperForConditionalGeneration", "transformers", "import WhisperForConditionalGeneration"),
+        (
+            "WhisperForConditionalGeneration",
+            "transformers",
+            "import WhisperForConditionalGeneration",
+        ),
         ("ViTForImageClassification", "peft", "import AutoPeftModel\n"),
     ],
 )
 def test_the_class_that_a_card_names_is_one_that_loads_the_model(architecture, library, usage):
-    card = {"model_name": "m", "objective": "erm", "library_name": library, "paper": DescentTrainer._paper}
+    card = {
+        "model_name": "m",
+        "objective": "erm",
+        "library_name": library,
+        "paper": DescentTrainer._paper,
+    }
     assert usage in str(render(card | {"architecture": architecture}))
 
 
@@ -38,7 +47,9 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     assert card.data.to_dict()["library_name"] == "peft" and card.data.base_model == "someone/base"
     assert "AutoPeftModelForCausalLM" in text
     bert().save_pretrained(tmp_path / "encoder")
-    own = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path / "encoder"), "mean", num_labels=3)
+    own = LinearReadoutForSequenceClassification.from_encoder(
+        str(tmp_path / "encoder"), "mean", num_labels=3
+    )
     trained(tmp_path / "own", own).create_model_card()
     _, text = read(tmp_path / "own")
     assert "import hf_descent.models" in text and "install hf_descent first" in text
@@ -50,7 +61,9 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
 
 
 @pytest.mark.parametrize("pooling", ["head", "mean_linear"])
-def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(pooling, tmp_path, monkeypatch):
+def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(
+    pooling, tmp_path, monkeypatch
+):
     pytest.importorskip("peft")
     from hf_descent.commands.classify import ModelArguments, load_model
 
@@ -73,15 +86,22 @@ def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(poolin
 
 def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
     trainer = trained(tmp_path / "run")
-    exits = ExitProfile("accuracy", [0.7, 0.7, 0.7], [1, 1, 1], [1, 2, 3], 8)  # whose cheapest exit is layer 1
+    exits = ExitProfile(
+        "accuracy", [0.7, 0.7, 0.7], [1, 1, 1], [1, 2, 3], 8
+    )  # whose cheapest exit is layer 1
     exits.to_json(tmp_path / "run" / "exit_profile.json")
-    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.1, 8).to_json(tmp_path / "run" / "confidence_exit.json")
+    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.1, 8).to_json(
+        tmp_path / "run" / "confidence_exit.json"
+    )
     trainer.create_model_card()
     _, text = read(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     rows = classification_data(8)
     real = [row["attention_mask"].bool() for row in rows]
-    ragged = [{"input_ids": row["input_ids"][mask], "labels": row["labels"]} for row, mask in zip(rows, real)]
+    ragged = [
+        {"input_ids": row["input_ids"][mask], "labels": row["labels"]}
+        for row, mask in zip(rows, real)
+    ]
     names = {"validation_data": ragged}
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code, names)

@@ -85,7 +85,10 @@ assert not any(name.startswith("hf_descent") for name in sys.modules)
 def test_a_run_is_pushed_and_loads_without_the_package(tmp_path):
     with serving() as hub:
         run_python(TRAIN, hub, tmp_path / "trainer", tmp_path)
-        files, commits = hub.repos["tester/constrained"]["files"], hub.repos["tester/constrained"]["commits"]
+        files, commits = (
+            hub.repos["tester/constrained"]["files"],
+            hub.repos["tester/constrained"]["commits"],
+        )
         assert {
             "README.md", "config.json", "descent_config.json", "model.safetensors", "model_card.json",
             "noise_curve.json", "noise.png", "layer_profile.json", "layers.png", "tokenizer.json",
@@ -93,9 +96,17 @@ def test_a_run_is_pushed_and_loads_without_the_package(tmp_path):
         assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
         assert commits[-1] == "End of training" and any("in progress" in title for title in commits)
         card = files["README.md"].decode()
-        assert check_card(card) == [] and "stanfordnlp/imdb" in card and "accuracy at noise gamma 1" in card
-        assert "base_model: tester/base" in hub.repos["tester/adapter"]["files"]["README.md"].decode()
-        assert "LABEL_" in run_python(LOAD, hub, tmp_path / "user", tmp_path / "logits.pt", package=False)
+        assert (
+            check_card(card) == []
+            and "stanfordnlp/imdb" in card
+            and "accuracy at noise gamma 1" in card
+        )
+        assert (
+            "base_model: tester/base" in hub.repos["tester/adapter"]["files"]["README.md"].decode()
+        )
+        assert "LABEL_" in run_python(
+            LOAD, hub, tmp_path / "user", tmp_path / "logits.pt", package=False
+        )
 
 
 COMMAND = "import sys; from hf_descent import cli; cli.main(sys.argv[1:])"
@@ -106,7 +117,9 @@ def test_a_recipe_pushes_what_it_measured_after_training(tmp_path):
     bert().save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"text": f"w{i} w{i + 1}", "label": i % 3}) for i in range(12)))
+    rows.write_text(
+        "\n".join(json.dumps({"text": f"w{i} w{i + 1}", "label": i % 3}) for i in range(12))
+    )
     settings = {
         "model_name_or_path": tmp_path / "model", "output_dir": tmp_path / "run", "train_file": rows,
         "validation_file": rows, "test_file": rows, "max_steps": 2, "eval_gammas": 0.5, "save_strategy": "no",
@@ -117,9 +130,18 @@ def test_a_recipe_pushes_what_it_measured_after_training(tmp_path):
     with serving() as hub:
         run_python(COMMAND, hub, tmp_path / "cache", "classify", *flags)
         files = hub.repos["tester/recipe"]["files"]
-        written = {"all_results.json", "layer_profile.json", "noise_curve.json", "layers.png", "noise.png"}
+        written = {
+            "all_results.json",
+            "layer_profile.json",
+            "noise_curve.json",
+            "layers.png",
+            "noise.png",
+        }
         assert written <= files.keys()
-        assert b"metric, test data" in files["README.md"] and b"at noise gamma 0.5" in files["README.md"]
+        assert (
+            b"metric, test data" in files["README.md"]
+            and b"at noise gamma 0.5" in files["README.md"]
+        )
 
 
 @pytest.mark.slow
@@ -130,31 +152,48 @@ def test_the_command_uploads_card_and_weights_and_no_state_of_training(tmp_path)
     results.write_text('{"test_accuracy": 0.75}')
     with serving() as hub:
         words = ["card", tmp_path / "run", "--push_to_hub", "tester/card"]
-        for more in (["--benchmark", "someone/benchmark", "default", "accuracy"], []):  # again, unchanged
+        for more in (
+            ["--benchmark", "someone/benchmark", "default", "accuracy"],
+            [],
+        ):  # again, unchanged
             assert "Uploaded to" in run_python(COMMAND, hub, tmp_path / "cache", *words, *more)
         files = hub.repos["tester/card"]["files"]
         (entry,) = parse_eval_result_entries(yaml.safe_load(files[".eval_results/hf_descent.yaml"]))
-        assert (entry.dataset_id, entry.task_id, entry.value) == ("someone/benchmark", "default", 0.75)
+        assert (entry.dataset_id, entry.task_id, entry.value) == (
+            "someone/benchmark",
+            "default",
+            0.75,
+        )
         assert entry.source_url == f"{hub.endpoint}/tester/card"
         results.unlink()
         (tmp_path / "run" / "model_card.json").unlink()
         run_python(COMMAND, hub, tmp_path / "cache", *words)
     assert {"README.md", "model.safetensors", "adapter_model.bin"} <= files.keys()
     assert not any(name.startswith(".eval_results") for name in files)
-    assert "training_args.bin" not in files and not any(name.startswith("checkpoint") for name in files)
+    assert "training_args.bin" not in files and not any(
+        name.startswith("checkpoint") for name in files
+    )
 
 
 @pytest.mark.parametrize(("draft_speed", "shortlist"), [(30.0, None), (30.0, [4, 3]), (10.0, None)])
-def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, shortlist, tmp_path):
+def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(
+    draft_speed, shortlist, tmp_path
+):
     model = spread(llama(num_layers=3)).eval()
     model.save_pretrained(tmp_path)
     speeds = np.array([np.nan, draft_speed])
     RunFolder(tmp_path).write(
-        {"speculation_profile": SpeculationProfile(np.array([0.5, 0.9]), speeds, 20.0, speeds**0, shortlist)}
+        {
+            "speculation_profile": SpeculationProfile(
+                np.array([0.5, 0.9]), speeds, 20.0, speeds**0, shortlist
+            )
+        }
     )
     write_card(tmp_path)
     is_faster = draft_speed > 20
-    assert (tmp_path / "custom_generate").is_dir() == ("custom_generate=" in (tmp_path / "README.md").read_text())
+    assert (tmp_path / "custom_generate").is_dir() == (
+        "custom_generate=" in (tmp_path / "README.md").read_text()
+    )
     assert (tmp_path / "custom_generate").is_dir() == is_faster
     ids = torch.arange(5, 11)[None]
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
@@ -162,12 +201,21 @@ def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, 
     for layer in model.model.layers:
         layer.register_forward_hook(lambda layer, *_: calls.append(layer))
     if is_faster:
-        drafted = model.generate(ids, custom_generate=str(tmp_path), trust_remote_code=True, **options)
+        drafted = model.generate(
+            ids, custom_generate=str(tmp_path), trust_remote_code=True, **options
+        )
         assert torch.equal(drafted, plain)
-        assert ("[4, 3]" in (tmp_path / "custom_generate" / "generate.py").read_text()) == bool(shortlist)
-        assert calls.count(model.model.layers[0]) > calls.count(model.model.layers[2])  # drafts stop before it
+        assert ("[4, 3]" in (tmp_path / "custom_generate" / "generate.py").read_text()) == bool(
+            shortlist
+        )
+        assert calls.count(model.model.layers[0]) > calls.count(
+            model.model.layers[2]
+        )  # drafts stop before it
         counts = []
-        for decoding in (draft_with(2, shortlist), str(tmp_path)):  # new ones check the model, this one has done so
+        for decoding in (
+            draft_with(2, shortlist),
+            str(tmp_path),
+        ):  # new ones check the model, this one has done so
             calls.clear()
             model.generate(ids, custom_generate=decoding, trust_remote_code=True, **options)
             counts.append(len(calls))
@@ -176,6 +224,8 @@ def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, 
         options |= {"trust_remote_code": True}
         for given in ({}, {"custom_generate": str(tmp_path)}, {"custom_generate": draft_with(1)}):
             assert torch.equal(trusting.generate(ids, **options, **given), plain)
-        RunFolder(tmp_path).write({"speculation_profile": SpeculationProfile(speeds**0, speeds * 0, 20.0, speeds**0)})
+        RunFolder(tmp_path).write(
+            {"speculation_profile": SpeculationProfile(speeds**0, speeds * 0, 20.0, speeds**0)}
+        )
         write_card(tmp_path)
         assert not (tmp_path / "custom_generate" / "generate.py").exists()

@@ -68,7 +68,9 @@ def few(probabilities, classes):
     ],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_tell_the_loss_within_one_percent_in_the_mean_of_their_draws(probabilities, size, smoothing):
+def test_labels_tell_the_loss_within_one_percent_in_the_mean_of_their_draws(
+    probabilities, size, smoothing
+):
     probabilities = probabilities / probabilities.sum()
     smoothed = (1 - smoothing) * probabilities + smoothing / len(probabilities)
     truth, found = entr(smoothed).sum(), []
@@ -105,7 +107,9 @@ def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
     labels = torch.randn(200, 2) * torch.tensor([1.0, 3.0]) + 5
     predictor = ConstantPredictor(2, "numbers")
     predictor.update(labels)
-    expected = best_constant_loss(lambda constant: F.mse_loss(constant.expand(200, 2), labels.double()), 2)
+    expected = best_constant_loss(
+        lambda constant: F.mse_loss(constant.expand(200, 2), labels.double()), 2
+    )
     assert predictor.loss() == pytest.approx(expected, rel=1e-5)
 
     labels = (torch.rand(200, 3) < torch.tensor([0.2, 0.5, 0.9])).float()
@@ -123,15 +127,24 @@ def test_both_ends_of_an_answer_count():
     predictor.update(torch.full((100, 2), 64))  # beyond the text
     assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
     predictor = ConstantPredictor(64, "positions")
-    for length, count in ((2, 400), (32, 25)):  # of short texts and long ones, whose places are all alike to a model
-        predictor.update(torch.arange(length).repeat(count)[:, None].expand(-1, 2), torch.zeros(1, length))
+    for length, count in (
+        (2, 400),
+        (32, 25),
+    ):  # of short texts and long ones, whose places are all alike to a model
+        predictor.update(
+            torch.arange(length).repeat(count)[:, None].expand(-1, 2), torch.zeros(1, length)
+        )
     assert predictor.loss() == pytest.approx((math.log(2) + math.log(32)) / 2, rel=1e-5)
 
 
 def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one():
     clean = torch.randn(3000, 4) + torch.tensor([0.0, 1.0, 2.0, 3.0])
     noisy = clean + 0.3 * torch.randn(3000, 4)
-    for given, expected in ((noisy, 2 * F.mse_loss(noisy, clean)), (clean + 5, 2 * clean.var(0).mean()), (clean, 2.0)):
+    for given, expected in (
+        (noisy, 2 * F.mse_loss(noisy, clean)),
+        (clean + 5, 2 * clean.var(0).mean()),
+        (clean, 2.0),
+    ):
         predictor = ConstantPredictor(4, "numbers", scale=2.0)
         for rows, signal in zip(clean.split(1000), given.split(1000)):
             predictor.update(rows, signal)

@@ -29,7 +29,9 @@ def cross_entropy(outputs, labels, shifts, items=None, smoothing=0.0):
     logits = outputs["logits"]
     logits, labels = (logits[:, :-1], labels[:, 1:]) if shifts else (logits, labels)
     reduction = "mean" if items is None else "sum"
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction, label_smoothing=smoothing)
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction=reduction, label_smoothing=smoothing
+    )
     return loss if items is None else loss / items
 
 
@@ -46,8 +48,20 @@ CASES = {  # model, its fields, whether it shifts, smoothing, loss of one's own
     "the same, smoothed": ("GPT2LMHeadModel", GPT | STILL, True, 0.1, None),
     "the same, by a loss without items": ("GPT2LMHeadModel", GPT | STILL, True, 0.0, mean),
     "does not shift, smoothed": ("XLNetLMHeadModel", XLNET | STILL, False, 0.1, None),
-    "a loss that does not shift, of a model that does": ("LlamaForCausalLM", DECODER, False, 0.0, unshifted_sum),
-    "the same, without items": ("LlamaForCausalLM", DECODER, False, 0.0, partial(mean, shifts=False)),
+    "a loss that does not shift, of a model that does": (
+        "LlamaForCausalLM",
+        DECODER,
+        False,
+        0.0,
+        unshifted_sum,
+    ),
+    "the same, without items": (
+        "LlamaForCausalLM",
+        DECODER,
+        False,
+        0.0,
+        partial(mean, shifts=False),
+    ),
 }
 
 
@@ -56,7 +70,8 @@ STOCK = [case for case in CASES if case != "does not shift, smoothed"]
 
 
 @pytest.mark.parametrize(
-    ("case", "objective"), [*((case, "descent") for case in CASES), *((case, "erm") for case in STOCK)]
+    ("case", "objective"),
+    [*((case, "descent") for case in CASES), *((case, "erm") for case in STOCK)],
 )
 def test_items_are_the_labels_that_are_predicted(tmp_path, case, objective):
     name, fields, shifts, smoothing, loss_fn = CASES[case]
@@ -70,7 +85,9 @@ def test_items_are_the_labels_that_are_predicted(tmp_path, case, objective):
             tmp_path, objective=objective, label_smoothing_factor=smoothing, per_device_train_batch_size=size,
             gradient_accumulation_steps=8 // size, max_steps=1, dual_warmup_steps=1, max_grad_norm=0.0,
         )  # fmt: skip
-        trainer = trained(build(name, fields), args, InOrder, train_dataset=data, compute_loss_func=loss_fn)
+        trainer = trained(
+            build(name, fields), args, InOrder, train_dataset=data, compute_loss_func=loss_fn
+        )
         log = trainer.state.log_history[0]
         assert log["loss"] == pytest.approx(expected.item(), rel=1e-5), size
         assert log["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), size

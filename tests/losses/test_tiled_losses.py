@@ -48,7 +48,9 @@ def trainer(tmp_path, *, model=None, compute_metrics=None, compute_loss_func=Non
 def logged_losses(trainer):
     """[logs, layers]"""
     names = [f"layer_loss_{layer}" for layer in (1, 2, 3)]
-    return torch.tensor([[log[name] for name in names] for log in trainer.state.log_history if names[0] in log])
+    return torch.tensor(
+        [[log[name] for name in names] for log in trainer.state.log_history if names[0] in log]
+    )
 
 
 @pytest.fixture
@@ -95,12 +97,22 @@ def test_steps_follow_the_replay(tmp_path, no_tiles, readouts, setting):
 def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_tiles, readouts, smoothing):
     def trained():
         torch.manual_seed(0)
-        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
+        sizes = {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": LAYERS,
+        }
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
         router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **router))
         settings = {"label_smoothing_factor": smoothing, "per_device_train_batch_size": 2}
-        settings |= {"gradient_accumulation_steps": 2, "max_steps": 6, "logging_steps": 1, "dual_warmup_steps": 1}
+        settings |= {
+            "gradient_accumulation_steps": 2,
+            "max_steps": 6,
+            "logging_steps": 1,
+            "dual_warmup_steps": 1,
+        }
         return fitted(trainer(tmp_path, model=model, **settings))
 
     tiled = trained()
@@ -108,19 +120,32 @@ def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_tiles, readout
     replayed = trained()
     assert readouts() == ["tiles", "replay"]
     torch.testing.assert_close(logged_losses(tiled), logged_losses(replayed), rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(tiled.model.state_dict(), replayed.model.state_dict(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        tiled.model.state_dict(), replayed.model.state_dict(), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_steps_follow_a_naive_loop(tmp_path):
-    plain = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+    plain = {
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }
     tiled = trainer(tmp_path, resilience=0.05, max_steps=30, **plain)
     model = copy.deepcopy(tiled.model)
     batches = []
     step = tiled.training_step
-    tiled.training_step = lambda model, inputs, *args: (batches.append(inputs), step(model, inputs, *args))[1]
+    tiled.training_step = lambda model, inputs, *args: (
+        batches.append(inputs),
+        step(model, inputs, *args),
+    )[1]
     tiled.train()
 
-    problem, multipliers = DescentProblem(0.2, 3.0, LAYERS), Multipliers(LAYERS, 0.02, optim="adam", resilience=0.05)
+    problem, multipliers = (
+        DescentProblem(0.2, 3.0, LAYERS),
+        Multipliers(LAYERS, 0.02, optim="adam", resilience=0.05),
+    )
     states = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda module, args, output: states.append(output))
@@ -128,9 +153,13 @@ def test_steps_follow_a_naive_loop(tmp_path):
         states.clear()
         model.model(batch["input_ids"])
         labels = batch["labels"][:, 1:]
-        logits = [model.lm_head(model.model.norm(state))[:, :-1].transpose(1, 2) for state in states]
+        logits = [
+            model.lm_head(model.model.norm(state))[:, :-1].transpose(1, 2) for state in states
+        ]
         losses = torch.stack([F.cross_entropy(each, labels) for each in logits])
-        objective = losses[-1] if index < 5 else problem.weights(multipliers.values).clamp(min=0) @ losses
+        objective = (
+            losses[-1] if index < 5 else problem.weights(multipliers.values).clamp(min=0) @ losses
+        )
         model.zero_grad()
         objective.backward()
         with torch.no_grad():
@@ -151,7 +180,9 @@ def test_sampled_run_resumes_bit_for_bit(tmp_path):
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     straight = fitted(trainer(tmp_path / "straight", **settings))
     trainer(tmp_path / "parts", save_strategy="steps", save_steps=5, **settings).train()
-    resumed = fitted(trainer(tmp_path / "parts", **settings), str(tmp_path / "parts" / "checkpoint-5"))
+    resumed = fitted(
+        trainer(tmp_path / "parts", **settings), str(tmp_path / "parts" / "checkpoint-5")
+    )
     assert_equal_runs(straight, resumed)
 
 
@@ -171,7 +202,9 @@ def drawn_tokens(monkeypatch, made):
     return seen
 
 
-def test_every_micro_batch_draws_its_own_tokens_and_a_second_run_those_of_the_first(tmp_path, monkeypatch):
+def test_every_micro_batch_draws_its_own_tokens_and_a_second_run_those_of_the_first(
+    tmp_path, monkeypatch
+):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
     made = trainer(tmp_path, readout_token_fraction=0.5, **settings)
     first = [seed for seed, *_ in drawn_tokens(monkeypatch, made) if seed is not None]
@@ -181,7 +214,9 @@ def test_every_micro_batch_draws_its_own_tokens_and_a_second_run_those_of_the_fi
 
 
 def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch):
-    made = trainer(tmp_path, max_steps=1, noise_gamma=0.3, noise_sigma=1.0, readout_token_fraction=0.5)
+    made = trainer(
+        tmp_path, max_steps=1, noise_gamma=0.3, noise_sigma=1.0, readout_token_fraction=0.5
+    )
     seed = drawn_tokens(monkeypatch, made)[-1][0]
     streams = [np.random.SeedSequence(made.args.seed, spawn_key=(0, 0, draw)) for draw in range(3)]
     assert seed not in [int(stream.generate_state(1, np.uint64)[0]) for stream in streams]
@@ -189,21 +224,31 @@ def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("rows", "num_samples"), [(0.2, 1), ("steps", 1), ("auto", LAYERS - 1)])
 @pytest.mark.parametrize(
-    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.1), (0.5, False, 0.5), (1.0, True, None)]
+    ("fraction", "large", "share"),
+    [(None, False, None), (None, True, 0.1), (0.5, False, 0.5), (1.0, True, None)],
 )
 def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share, rows, num_samples):
     """Layers that are compared, on the same ones."""
     monkeypatch.setattr(layerwise, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
-    settings = {"readout_token_fraction": fraction, "descent_alpha": rows, "eval_strategy": "steps", "eval_steps": 1}
+    settings = {
+        "readout_token_fraction": fraction,
+        "descent_alpha": rows,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
     seen = drawn_tokens(monkeypatch, trainer(tmp_path, max_steps=2, **settings))
     drawn = [each for each in seen if each[0] is not None]
-    assert len(drawn) == 2 * (1 + 2) and drawn[1:3] == drawn[4:6]  # a step, and the batches of an evaluation, twice
+    assert (
+        len(drawn) == 2 * (1 + 2) and drawn[1:3] == drawn[4:6]
+    )  # a step, and the batches of an evaluation, twice
     for step, (_, count, sampled) in zip(2 * [num_samples, 1, 1], drawn):
         assert sampled == (None if share is None else (step, round(share * count)))
 
 
 @pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
-def test_evaluations_that_no_strategy_asks_for_read_all_tokens_however_training_ended(tmp_path, monkeypatch, event):
+def test_evaluations_that_no_strategy_asks_for_read_all_tokens_however_training_ended(
+    tmp_path, monkeypatch, event
+):
     made, ends = trainer(tmp_path, readout_token_fraction=0.5, max_steps=1), TrainerCallback()
 
     def end(*args, **kwargs):
@@ -227,7 +272,9 @@ def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
         return logged_losses(made)
 
     errors = losses(40, readout_token_fraction=0.25) - losses(1)  # [steps, layers]
-    assert errors.shape == (40, LAYERS) and errors[:, -1].abs().max() < 1e-5  # the last layer is read on all
+    assert (
+        errors.shape == (40, LAYERS) and errors[:, -1].abs().max() < 1e-5
+    )  # the last layer is read on all
     lower = errors[:, :-1]
     assert (lower.std(0) > 0).all() and (lower.mean(0).abs() < 4 * lower.std(0) / 40**0.5).all()
 
@@ -252,7 +299,11 @@ def test_a_compute_loss_that_asks_for_outputs_in_training_gets_logits(tmp_path):
 
 def test_metrics_get_the_models_own_logits(tmp_path):
     seen = []
-    made = fitted(trainer(tmp_path, max_steps=1, compute_metrics=lambda prediction: seen.append(prediction) or {}))
+    made = fitted(
+        trainer(
+            tmp_path, max_steps=1, compute_metrics=lambda prediction: seen.append(prediction) or {}
+        )
+    )
     made.evaluate()
     ids = torch.tensor([row["input_ids"] for row in rows(10, seed=1)])
     with torch.no_grad():

@@ -15,21 +15,30 @@ from hf_descent.metrics.token_accuracy.token_accuracy import TokenAccuracy
 @pytest.mark.parametrize("shape", [(31,), (7, 5), (4, 3, 6)])
 def test_rmse_is_sklearns(shape):
     predictions, references = np.random.default_rng(0).random((2, *shape)).astype(np.float32)
-    result = Rmse(keep_in_memory=True).compute(predictions=predictions, references=references, scale=255)["rmse"]
-    assert result == pytest.approx(255 * root_mean_squared_error(references.ravel(), predictions.ravel()))
+    result = Rmse(keep_in_memory=True).compute(
+        predictions=predictions, references=references, scale=255
+    )["rmse"]
+    assert result == pytest.approx(
+        255 * root_mean_squared_error(references.ravel(), predictions.ravel())
+    )
     assert type(result) is float  # numpy scalars cannot go into JSON
 
 
 def test_token_accuracy_is_sklearns_on_the_labelled_tokens_of_rows_of_different_lengths():
     generator = np.random.default_rng(0)
     lengths = generator.integers(3, 9, 20)
-    references = [np.where(generator.random(n) < 0.3, -100, generator.integers(0, 4, n)).tolist() for n in lengths]
+    references = [
+        np.where(generator.random(n) < 0.3, -100, generator.integers(0, 4, n)).tolist()
+        for n in lengths
+    ]
     predictions = [generator.integers(0, 4, n).tolist() for n in lengths]
     predictions[0] = references[0]  # as Trainer pads both
     metric = TokenAccuracy(keep_in_memory=True)
     result = metric.compute(predictions=predictions, references=references)
     ours, theirs = (np.concatenate(part) for part in (predictions, references))
-    assert result["token_accuracy"] == pytest.approx(accuracy_score(theirs[theirs >= 0], ours[theirs >= 0]))
+    assert result["token_accuracy"] == pytest.approx(
+        accuracy_score(theirs[theirs >= 0], ours[theirs >= 0])
+    )
     assert type(result["token_accuracy"]) is float
     for part in (slice(0, 3), slice(3, 20)):
         metric.add_batch(predictions=predictions[part], references=references[part])
@@ -46,7 +55,11 @@ def test_rmse_by_batches_counts_every_value_once():
 @pytest.mark.parametrize(
     ("metric", "values", "match"),
     [
-        (Rmse, ([[1.0], [1.0, 2.0, 3.0]], [[1.0], [1.0]]), r"Item 1 of `predictions` has shape \[3\]"),
+        (
+            Rmse,
+            ([[1.0], [1.0, 2.0, 3.0]], [[1.0], [1.0]]),
+            r"Item 1 of `predictions` has shape \[3\]",
+        ),
         (TokenAccuracy, ([[1, 2]], [[1]]), "argument 2 is shorter"),
         (TokenAccuracy, ([[1, 2]], [[-100, -100]]), "no label but -100"),
     ],

@@ -37,13 +37,27 @@ BUILDS = {
     ),
     "dust-shared": lambda **config: BUILDS["dust"](shared_dictionary=True, **config),
     "vit": lambda **config: ViTForDenoising(
-        ViTDenoiserConfig(encoder_config=ViTConfig(hidden_size=48, image_size=16, patch_size=4, **SIZES), **config)
+        ViTDenoiserConfig(
+            encoder_config=ViTConfig(hidden_size=48, image_size=16, patch_size=4, **SIZES), **config
+        )
     ),
     "ut-text": lambda **config: UTForSequenceClassification(
-        UTConfig(**{"hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 50, "num_labels": 3, **config})
+        UTConfig(
+            **{
+                "hidden_size": 16,
+                "num_hidden_layers": 3,
+                "vocab_size": 50,
+                "num_labels": 3,
+                **config,
+            }
+        )
     ),
     "linear": lambda **config: LinearReadoutForSequenceClassification(
-        LinearReadoutConfig(encoder_config=BertConfig(hidden_size=16, vocab_size=50, **STILL), num_labels=3, **config)
+        LinearReadoutConfig(
+            encoder_config=BertConfig(hidden_size=16, vocab_size=50, **STILL),
+            num_labels=3,
+            **config,
+        )
     ),
 }
 TEXT = ("ut-text", "linear")
@@ -64,8 +78,13 @@ def batch_of(name, count=8):
         mask = (torch.arange(7) < torch.tensor([7, 4, 1, 6] * 2)[:count, None]).long()
         return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(count) % 3}
     shape = (3, 1, 1) if name == "vit" else (1, 16)
-    clean = torch.rand(count, *shape, generator=generator).expand(count, *((3, 16, 16) if name == "vit" else (5, 16)))
-    return {"pixel_values": clean + 0.1 * torch.randn(clean.shape, generator=generator), "labels": clean}
+    clean = torch.rand(count, *shape, generator=generator).expand(
+        count, *((3, 16, 16) if name == "vit" else (5, 16))
+    )
+    return {
+        "pixel_values": clean + 0.1 * torch.randn(clean.shape, generator=generator),
+        "labels": clean,
+    }
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -79,7 +98,14 @@ def test_save_and_load(name, tmp_path):
     auto = AutoModelForSequenceClassification if name in TEXT else AutoModelForImageToImage
     loaded = auto.from_pretrained(tmp_path)
     assert type(loaded) is type(model) and AutoConfig.from_pretrained(tmp_path).noise_sigma == 0.25
-    for field in ("attention_step", "shared_dictionary", "loss_scale", "num_labels", "pooling", "readout"):
+    for field in (
+        "attention_step",
+        "shared_dictionary",
+        "loss_scale",
+        "num_labels",
+        "pooling",
+        "readout",
+    ):
         assert getattr(loaded.config, field, None) == getattr(model.config, field, None)
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
 
@@ -95,7 +121,9 @@ def test_stock_trainer_lowers_the_loss(name, tmp_path):
     trainer = Trainer(build(name), args, train_dataset=dataset, eval_dataset=dataset)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=1e-4)  # of one step, in two parts
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(
+        before, rel=1e-4
+    )  # of one step, in two parts
     assert trainer.evaluate()["eval_loss"] < 0.9 * before
 
 
@@ -106,7 +134,9 @@ def test_gradient_checkpointing_gives_the_same_gradients(name):
         model = build(name).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+            assert any(
+                getattr(module, "gradient_checkpointing", False) for module in model.modules()
+            )
         model(**batch_of(name)).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for plain, checkpointed in zip(*gradients):
@@ -155,12 +185,18 @@ def test_layers_are_iterates_that_the_readout_reads(name):
     torch.testing.assert_close(outputs.logits, readout(outputs.hidden_states[-1]))
     # Layer 2 of the whole model is the last of the model with two layers.
     cut = build(name, num_hidden_layers=2)
-    cut.load_state_dict({key: value for key, value in model.state_dict().items() if not key.startswith("layers.2")})
+    cut.load_state_dict(
+        {key: value for key, value in model.state_dict().items() if not key.startswith("layers.2")}
+    )
     torch.testing.assert_close(layer_losses(model, batch)[1], cut(**batch).loss)
     if name not in TEXT:
-        by_hand = sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 4
+        by_hand = (
+            sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 4
+        )
         torch.testing.assert_close(outputs.loss, by_hand)
-        torch.testing.assert_close(build(name, loss_scale=3.0)(**batch).loss, 6 * build(name)(**batch).loss)
+        torch.testing.assert_close(
+            build(name, loss_scale=3.0)(**batch).loss, 6 * build(name)(**batch).loss
+        )
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,16 @@ def test_dictionary_is_a_tight_frame(size):
     # The smallest c that the energy allows is 1.
     assert torch.linalg.eigvalsh(dictionary.T @ dictionary)[-1] == pytest.approx(1, abs=1e-6)
     # The first atom is constant, and each next one oscillates faster.
-    torch.testing.assert_close(dictionary[:, 0], torch.full((16,), size**-0.5).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        dictionary[:, 0], torch.full((16,), size**-0.5).double(), atol=1e-6, rtol=0
+    )
     above = dictionary > -1e-6  # whichever side rounding puts a zero on
     crossings = (above[1:] != above[:-1]).sum(0)
     assert (crossings[1:] >= crossings[:-1]).all()
     if size == 16:
-        torch.testing.assert_close(dictionary.T @ dictionary, torch.eye(16).double(), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            dictionary.T @ dictionary, torch.eye(16).double(), atol=1e-6, rtol=0
+        )
 
 
 def soft_threshold(values, threshold):
@@ -35,7 +39,9 @@ def soft_threshold(values, threshold):
 
 def test_layer_is_the_stated_formula():
     torch.manual_seed(0)
-    layer = DustLayer(DustConfig(hidden_size=4, dictionary_size=6, sparsity=0.2, coupling=0.4, curvature=1.7)).double()
+    layer = DustLayer(
+        DustConfig(hidden_size=4, dictionary_size=6, sparsity=0.2, coupling=0.4, curvature=1.7)
+    ).double()
     torch.nn.init.normal_(layer.dictionary)
     d = layer.dictionary.detach()
     reconstruction, code, x = (torch.randn(5, n).double() for n in (4, 6, 4))
@@ -64,10 +70,16 @@ def test_one_frame_without_attention_is_ista_and_reaches_the_lasso():
         objectives = []
         for depth in depths:
             model = build(
-                "dust-shared", dictionary_size=size, num_hidden_layers=depth, sparsity=sparsity, coupling=0
+                "dust-shared",
+                dictionary_size=size,
+                num_hidden_layers=depth,
+                sparsity=sparsity,
+                coupling=0,
             ).double()
             codes = []
-            model.layers[-1].register_forward_hook(lambda module, args, output, codes=codes: codes.append(output[1]))
+            model.layers[-1].register_forward_hook(
+                lambda module, args, output, codes=codes: codes.append(output[1])
+            )
             with torch.no_grad():
                 model(x[None, None])
             objectives.append(lasso_objective(x, codes[-1][0, 0], dictionary, sparsity))
@@ -87,7 +99,13 @@ def test_both_half_steps_never_raise_their_energy():
     for draw in range(100):
         sparsity, coupling = 0.02 * (1 + draw % 4), 0.1 * (1 + draw % 3)
         layer = DustLayer(
-            DustConfig(hidden_size=8, dictionary_size=12, sparsity=sparsity, coupling=coupling, curvature=1.0)
+            DustConfig(
+                hidden_size=8,
+                dictionary_size=12,
+                sparsity=sparsity,
+                coupling=coupling,
+                curvature=1.0,
+            )
         ).double()
         dictionary = dct_dictionary(8, 12).double()
         layer.dictionary.data = dictionary
@@ -111,5 +129,7 @@ def test_a_dictionary_may_be_shared():
 def test_untrained_model_moves_towards_the_clean_clip():
     # With c = 1 and a tight frame every LISTA step starts from the noisy patches again.
     batch, model = batch_of("dust"), build("dust", curvature=4, coupling=10)
-    noise, error = (x - batch["labels"] for x in (batch["pixel_values"], model(batch["pixel_values"]).logits))
+    noise, error = (
+        x - batch["labels"] for x in (batch["pixel_values"], model(batch["pixel_values"]).logits)
+    )
     assert error.square().mean() < 0.5 * noise.square().mean()

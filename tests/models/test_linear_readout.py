@@ -19,7 +19,9 @@ ENCODERS = {
 
 def build(name="bert", pooling="cls", **kwargs):
     torch.manual_seed(0)
-    config = LinearReadoutConfig(encoder_config=ENCODERS[name], pooling=pooling, num_labels=3, **kwargs)
+    config = LinearReadoutConfig(
+        encoder_config=ENCODERS[name], pooling=pooling, num_labels=3, **kwargs
+    )
     return LinearReadoutForSequenceClassification(config).eval()
 
 
@@ -37,9 +39,15 @@ def inputs():
 def test_logits_are_one_linear_map_of_every_layers_hidden_states(inputs, name, pooling):
     model = build(name, pooling)
     with torch.no_grad():
-        hidden = model.encoder(inputs["input_ids"], inputs["attention_mask"], output_hidden_states=True).hidden_states
+        hidden = model.encoder(
+            inputs["input_ids"], inputs["attention_mask"], output_hidden_states=True
+        ).hidden_states
         expected = [
-            F.linear(pool(states, inputs["attention_mask"], pooling), model.classifier.weight, model.classifier.bias)
+            F.linear(
+                pool(states, inputs["attention_mask"], pooling),
+                model.classifier.weight,
+                model.classifier.bias,
+            )
             for states in hidden[1:]
         ]
         outputs, logits = model(**inputs), layer_logits(model, inputs)
@@ -59,7 +67,9 @@ def test_padding_does_not_count_and_items_and_token_types_do(inputs):
         torch.testing.assert_close(model(**alone).logits, outputs.logits[1:2])
         unmasked = model(inputs["input_ids"]).logits
         torch.testing.assert_close(unmasked[[0, 2, 3]], outputs.logits[[0, 2, 3]])
-        torch.testing.assert_close(model(**inputs, num_items_in_batch=torch.tensor(16)).loss, outputs.loss * 4 / 16)
+        torch.testing.assert_close(
+            model(**inputs, num_items_in_batch=torch.tensor(16)).loss, outputs.loss * 4 / 16
+        )
         assert torch.equal(model(**inputs, token_type_ids=types).logits, outputs.logits)
         types[:, 3:] = 1
         assert not torch.allclose(model(**inputs, token_type_ids=types).logits, outputs.logits)
@@ -70,7 +80,9 @@ def test_from_encoder_keeps_the_pretrained_weights(inputs, tmp_path, dtype):
     torch.manual_seed(1)
     encoder = AutoModel.from_config(ENCODERS["bert"]).to(dtype).eval()
     encoder.save_pretrained(tmp_path)
-    model = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path), pooling="mean", num_labels=3)
+    model = LinearReadoutForSequenceClassification.from_encoder(
+        str(tmp_path), pooling="mean", num_labels=3
+    )
     assert (model.config.num_labels, model.config.pooling, model.training) == (3, "mean", False)
     with torch.no_grad():
         ids, mask = inputs["input_ids"], inputs["attention_mask"]

@@ -10,7 +10,9 @@ from hf_descent.models.unrolling import symmetric_attention
 
 def similarity(points):
     """W_ij = exp(-||z_i - z_j||^2 / 2), written out."""
-    return torch.tensor([[math.exp(-float((a - b).square().sum()) / 2) for b in points] for a in points]).double()
+    return torch.tensor(
+        [[math.exp(-float((a - b).square().sum()) / 2) for b in points] for a in points]
+    ).double()
 
 
 def draws(count=300):
@@ -18,7 +20,9 @@ def draws(count=300):
     generator = torch.Generator().manual_seed(0)
     for draw in range(count):
         seq, width = 2 + draw % 7, 1 + draw % 5
-        tokens = torch.randn(seq, width, generator=generator, dtype=torch.float64) * 10 ** (-1 + draw % 3 / 1.5)
+        tokens = torch.randn(seq, width, generator=generator, dtype=torch.float64) * 10 ** (
+            -1 + draw % 3 / 1.5
+        )
         yield tokens, torch.randn(width, 1 + draw % 4, generator=generator, dtype=torch.float64)
 
 
@@ -31,9 +35,13 @@ def test_attention_is_the_stated_formula(self_weight):
     torch.manual_seed(0)
     tokens, projection = torch.rand(6, 3).double(), torch.randn(3, 4).double()
     weights = similarity(tokens @ projection)
-    sums = [sum(weights[i, j] * tokens[j] for j in range(6)) + self_weight * tokens[i] for i in range(6)]
+    sums = [
+        sum(weights[i, j] * tokens[j] for j in range(6)) + self_weight * tokens[i] for i in range(6)
+    ]
     expected = torch.stack([sums[i] / (weights[i].sum() + self_weight) for i in range(6)])
-    found = symmetric_attention((tokens @ projection)[None], tokens[None], self_weight=self_weight)[0]
+    found = symmetric_attention((tokens @ projection)[None], tokens[None], self_weight=self_weight)[
+        0
+    ]
     torch.testing.assert_close(found, expected)
 
 
@@ -57,7 +65,9 @@ def test_attention_sees_differences_alone():
     # A model's own range: what bfloat16 keeps of the points, it keeps of the weights.
     points = 3 + 0.3 * points.bfloat16()
     expected = symmetric_attention(points.double(), tokens.double())
-    torch.testing.assert_close(symmetric_attention(points, tokens.bfloat16()).double(), expected, atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        symmetric_attention(points, tokens.bfloat16()).double(), expected, atol=0.01, rtol=0
+    )
 
 
 @pytest.mark.parametrize("step", [0.3, 1.0])
@@ -66,7 +76,10 @@ def test_attention_never_raises_its_energy(step):
     for tokens, projection in draws():
         attended = symmetric_attention((tokens @ projection)[None], tokens[None])[0]
         moved = torch.lerp(tokens, attended, step)
-        before, after = -similarity(tokens @ projection).sum(), -similarity(moved @ projection).sum()
+        before, after = (
+            -similarity(tokens @ projection).sum(),
+            -similarity(moved @ projection).sum(),
+        )
         assert after <= before + 1e-9
         drops.append(float(before - after))
     assert max(drops) > 1.0  # the energies do move

@@ -27,7 +27,9 @@ def test_layer_is_the_stated_formula():
 def test_untrained_denoiser_moves_towards_the_clean_clip():
     batch, model = batch_of("ut"), build("ut")
     spectrum = batch["labels"] @ model.layers[0].projection  # [batch, frames, frequency]
-    torch.testing.assert_close(spectrum, torch.from_numpy(dct(batch["labels"].numpy(), norm="ortho")))
+    torch.testing.assert_close(
+        spectrum, torch.from_numpy(dct(batch["labels"].numpy(), norm="ortho"))
+    )
     reconstruction = model(batch["pixel_values"]).logits
     noise, error = (x - batch["labels"] for x in (batch["pixel_values"], reconstruction))
     assert 0.1 < error.square().mean() / noise.square().mean() < 0.7
@@ -42,11 +44,15 @@ def test_padding_changes_nothing():
     for row, length in enumerate(batch["attention_mask"].sum(1)):
         alone = model(batch["input_ids"][row : row + 1, :length]).logits
         torch.testing.assert_close(outputs.logits[row : row + 1], alone)
-    torch.testing.assert_close(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels))
+    torch.testing.assert_close(
+        outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, labels)
+    )
     torch.testing.assert_close(
         model(**batch, labels=labels, num_items_in_batch=torch.tensor(8)).loss, outputs.loss * 4 / 8
     )
-    embedded = model(inputs_embeds=model.embed_tokens(batch["input_ids"]), attention_mask=batch["attention_mask"])
+    embedded = model(
+        inputs_embeds=model.embed_tokens(batch["input_ids"]), attention_mask=batch["attention_mask"]
+    )
     assert torch.equal(embedded.logits, outputs.logits)
 
 
@@ -56,7 +62,11 @@ def test_token_embeddings_of_a_pretrained_model(tmp_path):
     pretrained.save_pretrained(tmp_path)
     model = UTForSequenceClassification.from_embeddings(tmp_path, num_hidden_layers=2, num_labels=4)
     assert torch.equal(model.embed_tokens.weight, pretrained.embeddings.word_embeddings.weight)
-    assert (model.config.vocab_size, model.config.hidden_size, model.config.pad_token_id) == (50, 12, 3)
+    assert (model.config.vocab_size, model.config.hidden_size, model.config.pad_token_id) == (
+        50,
+        12,
+        3,
+    )
     assert model(**batch_of("ut-text")).logits.shape == (8, 4)
     assert not model.training
     old = UTConfig(norm_energy=False).to_dict()  # as 0.1 saved it
@@ -74,7 +84,10 @@ def recombined(attended, inputs, symmetric, skip):
     moved = layer.combine(attended, inputs)
 
     def energy(y):  # E2 = tr(Y (I - S) Y^T) / 2 - <X B, Y>
-        return float(torch.trace(y @ (torch.eye(len(symmetric)) - symmetric) @ y.T) / 2 - (inputs @ skip * y).sum())
+        return float(
+            torch.trace(y @ (torch.eye(len(symmetric)) - symmetric) @ y.T) / 2
+            - (inputs @ skip * y).sum()
+        )
 
     return energy(attended), energy(moved)
 
@@ -86,11 +99,15 @@ def test_relu_half_step_never_raises_its_energy_where_s_is_at_least_minus_one():
         seq, width = 1 + draw % 6, 1 + draw % 5
         rows = torch.rand(3, seq, width, generator=generator, dtype=torch.float64)
         attended, inputs = rows[0] * 10 ** (draw % 3 - 1), rows[1] - 0.3
-        basis = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
+        basis = torch.linalg.qr(
+            torch.randn(width, width, generator=generator, dtype=torch.float64)
+        )[0]
         eigenvalues = -1 + 4 * torch.rand(width, generator=generator, dtype=torch.float64)
         eigenvalues[0] = -1
         skip = torch.randn(width, width, generator=generator, dtype=torch.float64)
-        before, after = recombined(attended, inputs, basis @ torch.diag(eigenvalues) @ basis.T, skip)
+        before, after = recombined(
+            attended, inputs, basis @ torch.diag(eigenvalues) @ basis.T, skip
+        )
         assert after <= before + 1e-9
         drops.append(before - after)
     assert max(drops) > 1.0

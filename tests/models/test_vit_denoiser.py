@@ -19,7 +19,13 @@ from hf_descent import layer_logits, layer_losses
 from hf_descent.models import ViTDenoiserConfig, ViTForDenoising
 
 
-SIZES = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16, "patch_size": 4}
+SIZES = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "image_size": 16,
+    "patch_size": 4,
+}
 
 
 def encoder(kind=ViTConfig, **config):
@@ -28,7 +34,9 @@ def encoder(kind=ViTConfig, **config):
 
 def tiny(encoder_config=None, **config):
     torch.manual_seed(0)
-    return ViTForDenoising(ViTDenoiserConfig(encoder_config=encoder_config or encoder(), **config)).eval()
+    return ViTForDenoising(
+        ViTDenoiserConfig(encoder_config=encoder_config or encoder(), **config)
+    ).eval()
 
 
 def to_image(tokens):
@@ -42,14 +50,17 @@ def to_image(tokens):
 
 
 @pytest.mark.parametrize(
-    "kind", [ViTConfig, DeiTConfig, Dinov2Config, DINOv3ViTConfig, CLIPVisionConfig, SiglipVisionConfig]
+    "kind",
+    [ViTConfig, DeiTConfig, Dinov2Config, DINOv3ViTConfig, CLIPVisionConfig, SiglipVisionConfig],
 )
 def test_every_layers_tokens_are_read_as_the_patches_of_an_image(kind):
     model, batch = tiny(encoder(kind)), batch_of("vit", 4)
     outputs = model(**batch, output_hidden_states=True)
     assert len(outputs.hidden_states) == 4
     for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
-        torch.testing.assert_close(logits, torch.stack([to_image(tokens[-16:]) for tokens in state]))
+        torch.testing.assert_close(
+            logits, torch.stack([to_image(tokens[-16:]) for tokens in state])
+        )
     torch.testing.assert_close(layer_logits(model, batch)[-1], outputs.logits)
     expected = sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 4
     torch.testing.assert_close(outputs.loss, expected)
@@ -89,15 +100,23 @@ def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
     states = classifier(images, output_hidden_states=True).hidden_states
     tokens = model(images, output_hidden_states=True).hidden_states
     torch.testing.assert_close(tokens, states)
-    assert not isinstance(model.encoder, ViTModel) or isinstance(model.encoder.layernorm, torch.nn.Identity)
+    assert not isinstance(model.encoder, ViTModel) or isinstance(
+        model.encoder.layernorm, torch.nn.Identity
+    )
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"`hidden_size` is 32.*3 x 4\^2 = 48 values.*readout='linear'"):
+    with pytest.raises(
+        ValueError, match=r"`hidden_size` is 32.*3 x 4\^2 = 48 values.*readout='linear'"
+    ):
         tiny(encoder(hidden_size=32))
     with pytest.raises(ValueError, match="YolosConfig.*last tokens.*ViT"):
         tiny(encoder(YolosConfig, image_size=[16, 16]))
-    with pytest.raises(ValueError, match=r"\[2, 3, 16, 16\].*\[1, 3, 16, 16\]"):  # one row for all images
-        tiny(encoder(PixtralVisionConfig))(torch.rand(2, 3, 16, 16), labels=torch.rand(2, 3, 16, 16))
+    with pytest.raises(
+        ValueError, match=r"\[2, 3, 16, 16\].*\[1, 3, 16, 16\]"
+    ):  # one row for all images
+        tiny(encoder(PixtralVisionConfig))(
+            torch.rand(2, 3, 16, 16), labels=torch.rand(2, 3, 16, 16)
+        )
     with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*\[2, 3, 16, 16\]"):
         tiny(encoder(Dinov2Config))(torch.rand(2, 3, 16, 18), labels=torch.rand(2, 3, 16, 18))

@@ -29,7 +29,12 @@ def test_noise_is_gaussian_with_deviation_gamma_times_sigma():
 def fnet():
     """Without attention: its layers are given no mask."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "max_position_embeddings": 16}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+        "max_position_embeddings": 16,
+    }
     return FNetForMaskedLM(FNetConfig(vocab_size=VOCAB, **sizes))
 
 
@@ -61,8 +66,15 @@ def test_level_zero_touches_nothing():
 
 
 def test_levels_of_a_range_are_uniform_for_each_sample_of_each_call():
-    model, ids = bert().eval(), torch.randint(3, VOCAB, (400, 30), generator=torch.Generator().manual_seed(0))
-    with EmbeddingNoise(model, (0.5, 2.0), 0, 0.1), Spy(model.get_input_embeddings()) as spy, torch.no_grad():
+    model, ids = (
+        bert().eval(),
+        torch.randint(3, VOCAB, (400, 30), generator=torch.Generator().manual_seed(0)),
+    )
+    with (
+        EmbeddingNoise(model, (0.5, 2.0), 0, 0.1),
+        Spy(model.get_input_embeddings()) as spy,
+        torch.no_grad(),
+    ):
         model(ids)
         model(ids)
     # [samples] each, within about 3 % of each sample's level
@@ -122,9 +134,13 @@ def test_seed_and_key_fix_the_noise():
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("before", [False, True], ids=["hook after the noise's", "hook before the noise's"])
+@pytest.mark.parametrize(
+    "before", [False, True], ids=["hook after the noise's", "hook before the noise's"]
+)
 @pytest.mark.parametrize("failing", ["", "bert", "bert.embeddings", "bert.encoder"])
-@pytest.mark.parametrize("inputs", [batch(), {"inputs_embeds": torch.zeros(2, 5, 16)}], ids=["ids", "embeddings"])
+@pytest.mark.parametrize(
+    "inputs", [batch(), {"inputs_embeds": torch.zeros(2, 5, 16)}], ids=["ids", "embeddings"]
+)
 def test_a_failing_forward_does_not_spoil_the_next(inputs, failing, before):
     model = bert().eval()
     with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
@@ -162,7 +178,9 @@ def test_lookups_outside_the_models_forward_are_clean():
     assert (spy.added[0] == 0).all()
 
 
-@pytest.mark.parametrize(("build", "stack"), [(bert, "bert.encoder.layer"), (llama, "model.layers")])
+@pytest.mark.parametrize(
+    ("build", "stack"), [(bert, "bert.encoder.layer"), (llama, "model.layers")]
+)
 def test_replays_of_the_readout_see_the_noise_once(build, stack):
     model, inputs = build(num_layers=3).eval(), batch()
     with torch.no_grad():
@@ -204,7 +222,10 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 
 def test_models_without_a_lookup_may_be_compiled_too():
-    model, clips = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=2)).eval(), torch.rand(2, 4, 16)
+    model, clips = (
+        UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=2)).eval(),
+        torch.rand(2, 4, 16),
+    )
     found = []
     for each in (model, torch.compile(model, backend="aot_eager")):
         with torch.no_grad(), EmbeddingNoise(each, 0.5, seed=0, sigma=0.2):
@@ -241,7 +262,12 @@ def test_default_sigma_is_the_deviation_of_the_table_without_padding():
 
 def test_default_sigma_includes_the_scale_of_the_lookup():
     torch.manual_seed(0)
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes = {
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
     model = BartModel(BartConfig(vocab_size=VOCAB, d_model=16, scale_embedding=True, **sizes))
     table = model.shared.weight.detach().double().numpy()
     rows = np.arange(VOCAB) != model.shared.padding_idx
@@ -252,7 +278,9 @@ def test_sigma_is_estimated_on_real_tokens():
     model, batches = bert(), [batch(), batch("left", length=9, real=(1, 9, 5, 2))]
     table = model.get_input_embeddings().weight.detach().double().numpy()
     values = [table[b["input_ids"][b["attention_mask"] == 1].numpy()].ravel() for b in batches]
-    assert estimate_sigma(model, iter(batches)) == pytest.approx(np.concatenate(values).std(), rel=1e-9)
+    assert estimate_sigma(model, iter(batches)) == pytest.approx(
+        np.concatenate(values).std(), rel=1e-9
+    )
     of_two_processes = estimate_sigma(model, batches, lambda moments: moments + moments)
     assert of_two_processes == pytest.approx(np.concatenate(values).std(), rel=1e-9)
     embeds = [{"inputs_embeds": model.get_input_embeddings()(b["input_ids"]), **b} for b in batches]
@@ -278,7 +306,8 @@ def test_levels_are_numbers_or_ranges_of_any_kind(make):
 
 
 @pytest.mark.parametrize(
-    "gamma", [None, "half", -0.1, float("nan"), float("inf"), (1.0, 0.5), (-1.0, 1.0), (0.1, 0.2, 0.3)]
+    "gamma",
+    [None, "half", -0.1, float("nan"), float("inf"), (1.0, 0.5), (-1.0, 1.0), (0.1, 0.2, 0.3)],
 )
 def test_bad_levels_are_refused(gamma):
     with pytest.raises(ValueError, match="`gamma` is"):
@@ -304,7 +333,10 @@ def test_other_bad_input_is_refused():
     with pytest.raises(ValueError, match="0 values"):
         estimate_sigma(bert(), [])
     model = vit()
-    with EmbeddingNoise(model, 1.0, sigma=1.0), pytest.raises(ValueError, match=r"dtype torch\.uint8"):
+    with (
+        EmbeddingNoise(model, 1.0, sigma=1.0),
+        pytest.raises(ValueError, match=r"dtype torch\.uint8"),
+    ):
         model(pixel_values=torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
 
 

@@ -124,7 +124,11 @@ def child(folder, site=None, call=0, started=None):
     if started is not None:
         os.write(started, int(resume.rsplit("-")[-1] if resume else 0).to_bytes(4, "big"))
     trainer.train(resume_from_checkpoint=resume)
-    result = {**trainer.model.state_dict(), "values": trainer.multipliers.values, "slacks": trainer.multipliers.slacks}
+    result = {
+        **trainer.model.state_dict(),
+        "values": trainer.multipliers.values,
+        "slacks": trainer.multipliers.slacks,
+    }
     torch.save(result, folder / "final.tmp")
     os.replace(folder / "final.tmp", folder / "final.pt")
 
@@ -162,16 +166,22 @@ def run(kills, seed=0):
         number, complete = 0, 0
         while sum(made.values()) < kills or complete:
             folder = Path(root) / f"killed-{number}"
-            site = list(SITES)[sum(made.values()) % len(SITES)] if sum(made.values()) < kills else None
+            site = (
+                list(SITES)[sum(made.values()) % len(SITES)] if sum(made.values()) < kills else None
+            )
             calls = SITES.get(site) or 1
             read, write = os.pipe()
             # Early calls, or a resumed run would be over before most of them.
-            pid = fork(folder, site=site, call=generator.randint(1, max(1, calls // 3)), started=write)
+            pid = fork(
+                folder, site=site, call=generator.randint(1, max(1, calls // 3)), started=write
+            )
             os.close(write)
             announced = os.read(read, 4)
             os.close(read)
             resumed = int.from_bytes(announced, "big") if announced else None
-            assert resumed is None or resumed >= complete, f"went back from step {complete} to {resumed}"
+            assert resumed is None or resumed >= complete, (
+                f"went back from step {complete} to {resumed}"
+            )
             if site and site.startswith("any moment"):
                 time.sleep(generator.uniform(0, duration / 2))
                 os.kill(pid, signal.SIGTERM if site.endswith("SIGTERM") else signal.SIGKILL)
@@ -196,4 +206,6 @@ if __name__ == "__main__":
     made, finished = run(options.kills, options.seed)
     for site, count in made.items():
         print(f"{site:20} {count:3}")
-    print(f"{sum(made.values())} kills, all resumed; {finished} runs finished, each equal to the straight one")
+    print(
+        f"{sum(made.values())} kills, all resumed; {finished} runs finished, each equal to the straight one"
+    )

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from tiny import InOrder, Stream, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
+from tiny import (
+    InOrder,
+    Stream,
+    batches,
+    bert,
+    classification_data,
+    config,
+    language_data,
+    llama,
+    naive_layer_losses,
+)
 from transformers import Trainer
 
 from hf_descent import DescentTrainer
@@ -24,23 +34,38 @@ def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
 
 @pytest.mark.parametrize(
     "objective",
-    ["erm", "descent", "deep_supervision", "layerskip", "fixed", pytest.param("descent-smoothed", id="smoothed")],
+    [
+        "erm",
+        "descent",
+        "deep_supervision",
+        "layerskip",
+        "fixed",
+        pytest.param("descent-smoothed", id="smoothed"),
+    ],
 )
 @pytest.mark.parametrize("task", ["classification", "language"])
 def test_1x8_4x2_and_8x1_agree(tmp_path, objective, task):
     objective, _, smoothed = objective.partition("-")
     arguments = {"objective": objective, "label_smoothing_factor": 0.1 if smoothed else 0.0}
-    make, data = (bert, classification_data()) if task == "classification" else (llama, language_data())
+    make, data = (
+        (bert, classification_data()) if task == "classification" else (llama, language_data())
+    )
     sizes = (8, 2, 1) if objective == "descent" else (8, 2)
     runs = [run(tmp_path, make(), data, size, max_steps=3, **arguments) for size in sizes]
     (reference, logs), others = runs[0], runs[1:]
     for trainer, other_logs in others:
-        assert [log["loss"] for log in other_logs] == pytest.approx([log["loss"] for log in logs], rel=1e-5)
+        assert [log["loss"] for log in other_logs] == pytest.approx(
+            [log["loss"] for log in logs], rel=1e-5
+        )
         norms = [log["grad_norm"] for log in logs]
         assert [log["grad_norm"] for log in other_logs] == pytest.approx(norms, rel=1e-4)
-        torch.testing.assert_close(trainer.model.state_dict(), reference.model.state_dict(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            trainer.model.state_dict(), reference.model.state_dict(), rtol=1e-4, atol=1e-6
+        )
         if objective == "descent":
-            torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6
+            )
             assert reference.multipliers.values.max() > 0.1
 
 
@@ -63,11 +88,15 @@ def test_labels_that_are_masked_at_random_on_the_device_train_as_by_trainer(tmp_
         class Masking(base):
             def _prepare_inputs(self, inputs):
                 inputs = super()._prepare_inputs(inputs)
-                return inputs | {"labels": inputs["labels"].where(torch.rand(inputs["labels"].shape) < 0.5, -100)}
+                return inputs | {
+                    "labels": inputs["labels"].where(torch.rand(inputs["labels"].shape) < 0.5, -100)
+                }
 
         model = llama()
         model.accepts_loss_kwargs = False
-        trainer = Masking(model, config(tmp_path, dual_warmup_steps=6), train_dataset=language_data())
+        trainer = Masking(
+            model, config(tmp_path, dual_warmup_steps=6), train_dataset=language_data()
+        )
         trainer.train()
         norms.append([log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
@@ -81,7 +110,9 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path, readouts):
     trainer, _ = run(tmp_path, llama(), data, 1, objective="descent")
     assert readouts() == ["tiles", "tiles"]
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
-    torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6
+    )
 
 
 def by_items(outputs, labels, num_items_in_batch=None):
@@ -100,9 +131,13 @@ def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss, ca
     assert "not finite" not in caplog.text
     logs = {log["step"]: log for log in trainer.state.log_history if "grad_norm" in log}
     assert "layer_loss_1" in logs[2] and "layer_loss_1" not in logs[3]
-    losses = torch.tensor([[logs[step][f"layer_loss_{layer}"] for layer in (1, 2, 3)] for step in (1, 2, 4, 5)])
+    losses = torch.tensor(
+        [[logs[step][f"layer_loss_{layer}"] for layer in (1, 2, 3)] for step in (1, 2, 4, 5)]
+    )
     if objective == "descent":
-        first = trainer.state.log_history[-1]["train_max_violation"]  # of the average over the steps
+        first = trainer.state.log_history[-1][
+            "train_max_violation"
+        ]  # of the average over the steps
         assert first == pytest.approx(losses[:, 0].mean().item() - 0.6, rel=0.05)
         assert trainer.multipliers.steps == 4
         assert logs[4]["multiplier_1"] > logs[2]["multiplier_1"] > 0
@@ -111,25 +146,37 @@ def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss, ca
 def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_path):
     """24 rows are a step of 16 and half of one; Trainer keeps the gradient of the half for the epoch after."""
     model, rows = bert().eval(), classification_data(24)
-    trainer, logs = run(tmp_path, bert(), Stream(rows), 8, objective="descent", gradient_accumulation_steps=2)
+    trainer, logs = run(
+        tmp_path, bert(), Stream(rows), 8, objective="descent", gradient_accumulation_steps=2
+    )
     assert len(logs) == 5
     for log in logs[:2]:
         with torch.no_grad():
             expected = naive_layer_losses(model, next(batches(rows[:16], 16))).tolist()
-        assert [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=0.02)
+        assert [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+            expected, rel=0.02
+        )
     trainer.save_model()
     seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)
-    assert RunFolder(tmp_path).summary["step_seconds"] > 0.05 * seconds  # Trainer asks for batches after the last, too
+    assert (
+        RunFolder(tmp_path).summary["step_seconds"] > 0.05 * seconds
+    )  # Trainer asks for batches after the last, too
 
 
-def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_their_number_or_not(tmp_path):
+def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_their_number_or_not(
+    tmp_path,
+):
     weight = torch.tensor([1.0, 2.0, 0.5])
 
     def mean(outputs, labels, num_items_in_batch=None):
-        return torch.nn.functional.cross_entropy(outputs["logits"], labels, weight, reduction="none").mean()
+        return torch.nn.functional.cross_entropy(
+            outputs["logits"], labels, weight, reduction="none"
+        ).mean()
 
     def total(outputs, labels, num_items_in_batch=None):
-        losses = torch.nn.functional.cross_entropy(outputs["logits"], labels, weight, reduction="none")
+        losses = torch.nn.functional.cross_entropy(
+            outputs["logits"], labels, weight, reduction="none"
+        )
         return losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
 
     finals = []

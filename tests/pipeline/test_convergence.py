@@ -55,12 +55,17 @@ def rest(trainer):
 
 
 @pytest.mark.parametrize(
-    ("dual_optim", "normalize", "rate"), [("sgd", False, 0.3), ("sgd", True, 0.3), ("adam", True, 0.03)]
+    ("dual_optim", "normalize", "rate"),
+    [("sgd", False, 0.3), ("sgd", True, 0.3), ("adam", True, 0.03)],
 )
 @pytest.mark.parametrize("held_out", [{}, {"rows": 400, "dual_holdout": 0.5}])
 def test_hard_constraints(tmp_path, dual_optim, normalize, rate, held_out):
     """In as many steps on held-out rows, which are read once in several."""
-    settings = {"dual_optim": dual_optim, "normalize_violations": normalize, "dual_learning_rate": rate}
+    settings = {
+        "dual_optim": dual_optim,
+        "normalize_violations": normalize,
+        "dual_learning_rate": rate,
+    }
     theta, multipliers = rest(solve(tmp_path, 150, **settings, **held_out))
     assert theta == pytest.approx(1.0, abs=0.002)
     assert multipliers == pytest.approx([0.5, 0.0], abs=0.004)
@@ -76,7 +81,10 @@ ROOT = np.sqrt(2) * np.array([1, 1.5])
         ({"exit_targets": {1: 0.0}}, 0.75),
         ({"exit_targets": {1: 0.5}}, 1.5 * 1.5**0.5 / (1 + 1.5**0.5)),
         # f_1 = f_0^(1/2) f_2^(1/2), of two layers with s = 1: theta^2 + sqrt(2) theta - 1.5 sqrt(2) = 0.
-        ({"descent_alpha": "line", "descent_strength": 1.0}, np.roots([1, ROOT[0], -ROOT[1]]).max()),
+        (
+            {"descent_alpha": "line", "descent_strength": 1.0},
+            np.roots([1, ROOT[0], -ROOT[1]]).max(),
+        ),
         ({"loss_targets": {1: 0.32}}, 0.8),
         ({"loss_targets": {1: 0.32}, "target_margin": 0.36}, 0.64),
     ],
@@ -87,20 +95,37 @@ def test_rows_with_fixed_references_rest_where_each_holds_the_other_losses_fixed
 ):
     """Stationarity lambda theta + (theta - 1.5) = 0, whatever the reference: an equilibrium. In the optimum of the
     constrained problem the multiplier of the exit at eps = 0 would be 0.5, since it weighs f_2 by 1 - lambda."""
-    settings = {"descent_alpha": None, "target_margin": 0.0, "negative_weights": scheme} | constraint
-    theta, multipliers = rest(solve(tmp_path, 250, dual_optim="sgd", dual_learning_rate=0.2, **settings))
+    settings = {
+        "descent_alpha": None,
+        "target_margin": 0.0,
+        "negative_weights": scheme,
+    } | constraint
+    theta, multipliers = rest(
+        solve(tmp_path, 250, dual_optim="sgd", dual_learning_rate=0.2, **settings)
+    )
     assert theta == pytest.approx(expected, abs=0.003)
     assert multipliers[0] == pytest.approx((1.5 - expected) / expected, abs=0.01)
 
 
 @pytest.mark.parametrize(("scheme", "expected"), [("keep", 1 / 3), ("detach", 1 / 2)])
-def test_descent_rows_rest_at_the_optimum_or_where_the_layer_before_is_held_fixed(tmp_path, scheme, expected):
+def test_descent_rows_rest_at_the_optimum_or_where_the_layer_before_is_held_fixed(
+    tmp_path, scheme, expected
+):
     """Layers at theta, theta - 3 and theta - 1.5: f_2 <= f_1 / 4 alone is active, at theta = 2. Stationarity there,
     (theta - 1.5) + lambda ((theta - 3) - theta / 4) = 0, or without the last term where f_1 is held fixed."""
     model = Parabolas()
     model.layers = nn.ModuleList([Shift(0.0), Shift(3.0), Shift(-1.5)])
-    settings = {"descent_alpha": [0.1, 0.75, 0.5], "initial_loss_bound": 10.0, "normalize_violations": False}
-    settings |= {"dual_optim": "sgd", "dual_learning_rate": 0.2, "learning_rate": 0.2, "negative_weights": scheme}
+    settings = {
+        "descent_alpha": [0.1, 0.75, 0.5],
+        "initial_loss_bound": 10.0,
+        "normalize_violations": False,
+    }
+    settings |= {
+        "dual_optim": "sgd",
+        "dual_learning_rate": 0.2,
+        "learning_rate": 0.2,
+        "negative_weights": scheme,
+    }
     theta, multipliers = rest(solve(tmp_path, 300, model, **settings))
     assert theta == pytest.approx(2.0, abs=0.002)
     assert multipliers == pytest.approx([0.0, expected, 0.0], abs=0.004)
@@ -110,8 +135,15 @@ def test_descent_rows_rest_at_the_optimum_or_where_the_layer_before_is_held_fixe
 @pytest.mark.parametrize(("dual_optim", "rate"), [("sgd", 0.3), ("adam", 0.03)])
 def test_both_forms_of_resilience_settle_at_the_same_point(tmp_path, form, dual_optim, rate):
     c = 0.4
-    settings = {"resilience": c, "resilience_form": form, "slack_learning_rate": rate, "slack_restart": False}
-    theta, multipliers = rest(solve(tmp_path, 150, dual_optim=dual_optim, dual_learning_rate=rate, **settings))
+    settings = {
+        "resilience": c,
+        "resilience_form": form,
+        "slack_learning_rate": rate,
+        "slack_restart": False,
+    }
+    theta, multipliers = rest(
+        solve(tmp_path, 150, dual_optim=dual_optim, dual_learning_rate=rate, **settings)
+    )
     # Stationarity lambda = (1.5 - theta) / theta in g_1 = c lambda: theta^3 / 2 - 0.5 theta - c (1.5 - theta) = 0.
     roots = np.roots([0.5, 0.0, c - 0.5, -1.5 * c])
     expected = roots[np.isreal(roots)].real.item()

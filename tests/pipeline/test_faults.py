@@ -23,7 +23,11 @@ from transformers import TrainerCallback
 from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
-from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint, size_and_checksum
+from hf_descent.training.checkpoints import (
+    CHECKSUMS_NAME,
+    newest_complete_checkpoint,
+    size_and_checksum,
+)
 
 
 DATA = classification_data(40)
@@ -31,7 +35,14 @@ DATA = classification_data(40)
 
 def make(folder, callbacks=(), model=None, **changes):
     args = config(
-        folder, **{"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "noise_gamma": 0.4, **changes}
+        folder,
+        **{
+            "max_steps": 12,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "noise_gamma": 0.4,
+            **changes,
+        },
     )
     return DescentTrainer(model or bert(), args, train_dataset=DATA, callbacks=list(callbacks))
 
@@ -85,7 +96,9 @@ IN_TIME |= {"resilience_form": "slack"}
     ("callback", "changes", "steps", "code", "said"),
     [(Preempted, IN_TIME, range(6, 40), 0, ""), (FullDisk, {}, [5], 7, "too large")],
 )
-def test_stopped_by_sigterm_or_a_full_disk_and_resumed_equals_straight(tmp_path, callback, changes, steps, code, said):
+def test_stopped_by_sigterm_or_a_full_disk_and_resumed_equals_straight(
+    tmp_path, callback, changes, steps, code, said
+):
     straight = fitted(make(tmp_path / "straight", **changes))
     ended, words = forked(lambda: make(tmp_path / "stopped", [callback()], **changes).train())
     assert ended == code and said in words.lower()
@@ -106,7 +119,11 @@ def rewrite(path, tensors=None, state=None):
     """Give the state file other tensors, or other settings."""
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["state"])
-    save_file({**load_file(path), **(tensors or {})}, path, metadata={"state": json.dumps({**meta, **(state or {})})})
+    save_file(
+        {**load_file(path), **(tensors or {})},
+        path,
+        metadata={"state": json.dumps({**meta, **(state or {})})},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +143,41 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
     ("damage", "message"),
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read"),
-        (lambda path: rewrite(path, {"multipliers.values": torch.zeros(4)}), r"\(4,\) for 'values' where \(3,\)"),
-        (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, float("nan"), 0.0])}), "non-finite"),
-        (lambda path: rewrite(path, {"multipliers.square": torch.tensor([1.0, -1.0, 0.0])}), "negative"),
-        (lambda path: rewrite(path, {"averages": torch.tensor([1.0, float("nan"), 0.0])}), "averages"),
+        (
+            lambda path: rewrite(path, {"multipliers.values": torch.zeros(4)}),
+            r"\(4,\) for 'values' where \(3,\)",
+        ),
+        (
+            lambda path: rewrite(
+                path, {"multipliers.values": torch.tensor([1.0, float("nan"), 0.0])}
+            ),
+            "non-finite",
+        ),
+        (
+            lambda path: rewrite(path, {"multipliers.square": torch.tensor([1.0, -1.0, 0.0])}),
+            "negative",
+        ),
+        (
+            lambda path: rewrite(path, {"averages": torch.tensor([1.0, float("nan"), 0.0])}),
+            "averages",
+        ),
         (lambda path: rewrite(path, {"averages": torch.ones(4)}), "averages"),
         (lambda path: rewrite(path, state={"active_from": None}), "NoneType"),
-        (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": float("nan")}}), "nan"),
+        (
+            lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": float("nan")}}),
+            "nan",
+        ),
         (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": -1.0}}), "-1.0"),
-        (lambda path: save_file(load_file(path), path, metadata={"state": '{"active_from": 0}'}), "cannot be read"),
+        (
+            lambda path: save_file(load_file(path), path, metadata={"state": '{"active_from": 0}'}),
+            "cannot be read",
+        ),
         (lambda path: save_file(load_file(path), path), "cannot be read"),
     ],
 )
-def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(tmp_path, two_steps, damage, message):
+def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(
+    tmp_path, two_steps, damage, message
+):
     checkpoint = shutil.copytree(two_steps, tmp_path / "checkpoint-2")
     damage(checkpoint / STATE_NAME)
     with pytest.raises(ValueError, match=message) as error:
@@ -148,7 +187,9 @@ def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(tmp_path, two_
 
 def test_of_what_all_processes_wrote_in_shards_the_first_one_reads_nothing(tmp_path):
     shards = ("global_step9/zero_pp_rank_0_optim_states.pt", "pytorch_model_fsdp_0/__0_0.distcp")
-    for name, checksum in ({"optimizer.pt": zlib.crc32(b"saved")} | dict.fromkeys(shards, 0)).items():
+    for name, checksum in (
+        {"optimizer.pt": zlib.crc32(b"saved")} | dict.fromkeys(shards, 0)
+    ).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"saved")
         assert size_and_checksum(tmp_path / name) == [5, checksum]
@@ -158,10 +199,16 @@ def test_of_what_all_processes_wrote_in_shards_the_first_one_reads_nothing(tmp_p
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_one_layer_in_one_micro_batch_that_is_not_finite_moves_no_multiplier(tmp_path, caplog, value):
+def test_one_layer_in_one_micro_batch_that_is_not_finite_moves_no_multiplier(
+    tmp_path, caplog, value
+):
     def loss_fn(outputs, labels, num_items_in_batch=None):
-        loss_fn.calls += outputs["logits"].requires_grad  # not those by which the loss is looked into
-        return F.cross_entropy(outputs["logits"], labels) + (value if loss_fn.calls == loss_fn.bad else 0.0)
+        loss_fn.calls += outputs[
+            "logits"
+        ].requires_grad  # not those by which the loss is looked into
+        return F.cross_entropy(outputs["logits"], labels) + (
+            value if loss_fn.calls == loss_fn.bad else 0.0
+        )
 
     steps = []
     for bad in (None, 5 * 3 + 2):  # layer 2 of the sixth micro-batch, which is in the third step
@@ -193,7 +240,8 @@ def hooks(model):
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     # A forward put on an instance would be one that was not taken back.
     return sum(
-        sum(len(getattr(module, kind)) for kind in kinds) + ("forward" in vars(module)) for module in model.modules()
+        sum(len(getattr(module, kind)) for kind in kinds) + ("forward" in vars(module))
+        for module in model.modules()
     )
 
 
@@ -223,7 +271,9 @@ def test_a_long_run_holds_no_more_and_more(tmp_path):
         load_best_model_at_end=True, metric_for_best_model="feasible_score", gradient_accumulation_steps=2,
         log_level="error", per_device_train_batch_size=4, eval_on_start=True,
     )  # fmt: skip
-    DescentTrainer(model, args, train_dataset=DATA, eval_dataset=DATA[:20], callbacks=[census]).train()
+    DescentTrainer(
+        model, args, train_dataset=DATA, eval_dataset=DATA[:20], callbacks=[census]
+    ).train()
     half = len(census.rows) // 2
     (memory, *before), (memory_after, *after) = (
         [max(column) for column in zip(*rows)] for rows in (census.rows[:half], census.rows[half:])
@@ -232,5 +282,8 @@ def test_a_long_run_holds_no_more_and_more(tmp_path):
     assert all(later <= earlier for later, earlier in zip(after, before)) and after[-1] <= 3
     # A forward that is asked for hidden states leaves hooks of transformers' own behind, which record nothing later.
     stock = bert()
-    stock(**{name: value[None] for name, value in DATA[0].items() if name != "labels"}, output_hidden_states=True)
+    stock(
+        **{name: value[None] for name, value in DATA[0].items() if name != "labels"},
+        output_hidden_states=True,
+    )
     assert hooks(model) == hooks(stock)

@@ -9,16 +9,24 @@ from tiny import VOCAB, bert, config, llama, trained
 
 
 deterministic = settings(
-    derandomize=True, database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=list(HealthCheck),
 )
 IDS = st.integers(0, VOCAB - 1)
 ODD_IDS = st.sampled_from([-1, VOCAB, 2**31, 2**62])
-DTYPES = st.sampled_from([torch.int64] * 15 + [torch.int32, torch.int16, torch.uint8, torch.bool, torch.float32])
+DTYPES = st.sampled_from(
+    [torch.int64] * 15 + [torch.int32, torch.int16, torch.uint8, torch.bool, torch.float32]
+)
 ERRORS = (ValueError, TypeError, IndexError, RuntimeError)
 
 
 def table(draw, rows, columns, values):
-    return torch.tensor(draw(st.lists(values, min_size=rows * columns, max_size=rows * columns))).view(rows, columns)
+    return torch.tensor(
+        draw(st.lists(values, min_size=rows * columns, max_size=rows * columns))
+    ).view(rows, columns)
 
 
 @st.composite
@@ -27,8 +35,14 @@ def batches(draw, language):
     rows, length = draw(st.integers(0, 4)), draw(st.sampled_from([0, 1, 1, 2, 5, 32]))
     odd = draw(st.integers(0, 3)) == 0
     ids = table(draw, rows, length, st.one_of(IDS, ODD_IDS) if odd else IDS)
-    lengths = torch.tensor(draw(st.lists(st.integers(1, max(length, 1)), min_size=rows, max_size=rows)))
-    mask = (torch.arange(length) < lengths[:, None]).long() if rows else torch.zeros(0, length, dtype=torch.long)
+    lengths = torch.tensor(
+        draw(st.lists(st.integers(1, max(length, 1)), min_size=rows, max_size=rows))
+    )
+    mask = (
+        (torch.arange(length) < lengths[:, None]).long()
+        if rows
+        else torch.zeros(0, length, dtype=torch.long)
+    )
     classes = VOCAB if language else 3
     values = [st.integers(0, classes - 1), st.just(-100)]
     if draw(st.integers(0, 3)) == 0:
@@ -43,25 +57,38 @@ def batches(draw, language):
 def naive_losses(model, batch, language):
     """Layer losses in plain torch, mean over the labels that are not ignored; none where there is no such label."""
     with torch.no_grad():
-        labels, inputs = batch["labels"], {name: batch[name] for name in ("input_ids", "attention_mask")}
+        labels, inputs = (
+            batch["labels"],
+            {name: batch[name] for name in ("input_ids", "attention_mask")},
+        )
         if language:
             hidden = model.model(**inputs, output_hidden_states=True).hidden_states[1:-1]
             recorded = []
-            handle = model.model.layers[-1].register_forward_hook(lambda m, a, out: recorded.append(out))
+            handle = model.model.layers[-1].register_forward_hook(
+                lambda m, a, out: recorded.append(out)
+            )
             model(**inputs)
             handle.remove()
-            logits = [model.lm_head(model.model.norm(h))[:, :-1].flatten(0, 1) for h in [*hidden, *recorded]]
+            logits = [
+                model.lm_head(model.model.norm(h))[:, :-1].flatten(0, 1)
+                for h in [*hidden, *recorded]
+            ]
             labels = labels[:, 1:].flatten()
         else:
             states = model.bert(**inputs, output_hidden_states=True).hidden_states[1:]
             logits = [model.classifier(model.bert.pooler(hidden)) for hidden in states]
         if not (count := labels.ne(-100).sum()):
             return None
-        return [(F.cross_entropy(logit, labels.long(), reduction="sum") / count).item() for logit in logits]
+        return [
+            (F.cross_entropy(logit, labels.long(), reduction="sum") / count).item()
+            for logit in logits
+        ]
 
 
 def one_step(folder, model, batch):
-    args = config(folder, max_steps=1, remove_unused_columns=False, learning_rate=0.0, dual_optim="sgd")
+    args = config(
+        folder, max_steps=1, remove_unused_columns=False, learning_rate=0.0, dual_optim="sgd"
+    )
     return trained(model, args, train_dataset=[0] * 8, data_collator=lambda rows: dict(batch))
 
 
@@ -85,11 +112,18 @@ def test_any_batch_gives_a_right_step_or_an_error(tmp_path, language):
         expected = naive_losses(model, batch, language)
         logs = trainer.state.log_history[0]
         if expected is not None:
-            assert [logs[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+            assert [logs[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+                expected, rel=1e-4, abs=1e-6
+            )
         else:
             assert "layer_loss_1" not in logs and trainer.multipliers.steps == 0
-        assert torch.isfinite(trainer.multipliers.values).all() and (trainer.multipliers.values >= 0).all()
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)  # at rate 0: no gradient was spoilt
+        assert (
+            torch.isfinite(trainer.multipliers.values).all()
+            and (trainer.multipliers.values >= 0).all()
+        )
+        torch.testing.assert_close(
+            model.state_dict(), before, rtol=0, atol=0
+        )  # at rate 0: no gradient was spoilt
 
     check()
     assert min(outcomes.values()) > 3 and all(said)

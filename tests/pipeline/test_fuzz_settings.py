@@ -27,7 +27,9 @@ SETTINGS = {
     "resilience_form": st.sampled_from(["weight_decay", "weight_decay", "slack", "none"]),
     "negative_weights": st.sampled_from(["keep", "clip", "detach", "abs"]), "normalize_violations": st.booleans(),
 }  # fmt: skip
-LOSSES = st.lists(st.one_of(st.floats(0.0, 9.0), st.sampled_from([math.inf, math.nan])), min_size=3, max_size=3)
+LOSSES = st.lists(
+    st.one_of(st.floats(0.0, 9.0), st.sampled_from([math.inf, math.nan])), min_size=3, max_size=3
+)
 
 
 def naive_multipliers(args, problem, steps):
@@ -52,7 +54,9 @@ def naive_multipliers(args, problem, steps):
             violation = (losses[layer - 1] - factor * before) / scale
             if alpha in ("line", "steps") and not 0 < ratio < 1:
                 violation = min(violation, 0.0)
-            raised = values[layer - 1] + args.dual_learning_rate * (violation - args.resilience * values[layer - 1])
+            raised = values[layer - 1] + args.dual_learning_rate * (
+                violation - args.resilience * values[layer - 1]
+            )
             values[layer - 1] = min(max(raised, 0.0), args.multiplier_max or math.inf)
     return values
 
@@ -77,7 +81,11 @@ def test_any_settings_give_right_multipliers_or_an_error_that_names_them(tmp_pat
         values = state.multipliers.values
         assert torch.isfinite(values).all() and (values >= 0).all()
         assert args.multiplier_max is None or (values <= args.multiplier_max + 1e-6).all()
-        plain = args.dual_optim == "sgd" and args.resilience_form == "weight_decay" and state.active_from == 0
+        plain = (
+            args.dual_optim == "sgd"
+            and args.resilience_form == "weight_decay"
+            and state.active_from == 0
+        )
         if plain and args.objective == "descent":
             compared += 1
             expected = naive_multipliers(args, state.problem.state_dict(), steps)

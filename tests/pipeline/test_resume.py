@@ -55,7 +55,9 @@ def trained(folder, resume_from_checkpoint=None, **changes):
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("stop", [3, 5, 7])  # an epoch has 5 steps; the warm-up of "auto" ends with step 5
+@pytest.mark.parametrize(
+    "stop", [3, 5, 7]
+)  # an epoch has 5 steps; the warm-up of "auto" ends with step 5
 def test_resumed_equals_straight(tmp_path, setting, stop):
     straight = trained(tmp_path, **SETTINGS[setting])
     folder = tmp_path / f"checkpoint-{stop}"
@@ -82,7 +84,9 @@ def test_the_scale_of_a_loss_of_numbers_is_that_of_the_uninterrupted_run(tmp_pat
     settings = {**SETTINGS["auto"], "learning_rate": 0.1}
     bounds = []
     for checkpoint in (None, str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-4")):
-        trainer = DescentTrainer(bert(num_labels=1), arguments(tmp_path, **settings), train_dataset=rows)
+        trainer = DescentTrainer(
+            bert(num_labels=1), arguments(tmp_path, **settings), train_dataset=rows
+        )
         bounds.append(fitted(trainer, checkpoint).problem.initial_loss_bound)
     assert len(set(bounds)) == 1
 
@@ -90,7 +94,9 @@ def test_the_scale_of_a_loss_of_numbers_is_that_of_the_uninterrupted_run(tmp_pat
 def test_state_is_readable_and_holds_no_pickle(tmp_path):
     values, folder = trained(tmp_path).multipliers.values, tmp_path / "checkpoint-12"
     assert torch.equal(load_file(folder / STATE_NAME)["multipliers.values"], values)
-    mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["DescentState"]
+    mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][
+        "DescentState"
+    ]
     assert mirrored["multipliers"] == pytest.approx(values.tolist())
     assert mirrored["multipliers_by_row"] == dict(zip("123", mirrored["multipliers"]))
     assert json.loads((folder / RunFolder.SUMMARY).read_text())["alpha"] == [0.3] * 3
@@ -100,17 +106,28 @@ def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, monkeypatch,
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     straight, restoring = trained(tmp_path), {"restore_callback_states_from_checkpoint": True}
     resumed = trained(tmp_path, str(tmp_path / "checkpoint-6"), **restoring)
-    assert torch.equal(resumed.multipliers.values, straight.multipliers.values) and "DescentState" not in caplog.text
+    assert (
+        torch.equal(resumed.multipliers.values, straight.multipliers.values)
+        and "DescentState" not in caplog.text
+    )
 
 
 def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tmp_path):
     args = TrainingArguments(
-        str(tmp_path), max_steps=12, save_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        str(tmp_path),
+        max_steps=12,
+        save_steps=1,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
     )
     Trainer(bert(dropout=0.2), args, train_dataset=classification_data(40)).train()
     resumed = trained(tmp_path, str(tmp_path / "checkpoint-4"), **SETTINGS["auto"])
     logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_bound_1" in log}
-    assert logs[4 + 5]["multiplier_bound_1"] == 0 < logs[4 + 6]["multiplier_bound_1"]  # a warm-up after the resume
+    assert (
+        logs[4 + 5]["multiplier_bound_1"] == 0 < logs[4 + 6]["multiplier_bound_1"]
+    )  # a warm-up after the resume
     again = trained(tmp_path, str(tmp_path / "checkpoint-7"), **SETTINGS["auto"])
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
@@ -127,7 +144,11 @@ def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, st
     assert measured == meta["problem"]["initial_loss_bound"] == pytest.approx(math.log(3), rel=0.02)
     changed = meta["problem"] | {"chance_loss": other, "initial_loss_bound": other}
     # Version 0.1 knew no problem within its warm-up.
-    older = {"problem": None, "labels_until": 1.0}, {"label_moments": torch.tensor([30.0, 1.0, 1.0])}, measured
+    older = (
+        {"problem": None, "labels_until": 1.0},
+        {"label_moments": torch.tensor([30.0, 1.0, 1.0])},
+        measured,
+    )
     for state, more, chance in (({"problem": changed}, {}, other), *([older] if step == 3 else [])):
         save_file(tensors | more, path, metadata={"state": json.dumps(meta | state)})
         resumed = trained(tmp_path, str(folder), **SETTINGS["auto"], max_steps=10)
@@ -155,7 +176,9 @@ def test_another_schedule_is_refused(tmp_path, three_steps, change, match):
 def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embeddings(tmp_path):
     straight = fitted(adapted(arguments(tmp_path, learning_rate=0.1)))
     assert not (tmp_path / "checkpoint-6" / "config.json").exists()
-    resumed = fitted(adapted(arguments(tmp_path, learning_rate=0.1)), str(tmp_path / "checkpoint-6"))
+    resumed = fitted(
+        adapted(arguments(tmp_path, learning_rate=0.1)), str(tmp_path / "checkpoint-6")
+    )
     assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
     assert torch.equal(straight.multipliers.values, resumed.multipliers.values)
     trained = straight.model.get_input_embeddings()(torch.arange(VOCAB)).std().item()
@@ -163,10 +186,17 @@ def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embe
 
 
 @pytest.mark.parametrize("objective", ["erm", "descent"])
-@pytest.mark.parametrize(("steps", "length"), [(6, {"max_steps": 6}), (5, {"max_steps": -1, "num_train_epochs": 1})])
-def test_a_run_resumed_at_its_end_takes_no_step_and_keeps_what_it_knew(tmp_path, caplog, objective, steps, length):
+@pytest.mark.parametrize(
+    ("steps", "length"), [(6, {"max_steps": 6}), (5, {"max_steps": -1, "num_train_epochs": 1})]
+)
+def test_a_run_resumed_at_its_end_takes_no_step_and_keeps_what_it_knew(
+    tmp_path, caplog, objective, steps, length
+):
     given = {"objective": objective, "lr_scheduler_type": "constant", **length}
-    finished, resumed = trained(tmp_path, **given), trained(tmp_path, resume_from_checkpoint=True, **given)
+    finished, resumed = (
+        trained(tmp_path, **given),
+        trained(tmp_path, resume_from_checkpoint=True, **given),
+    )
     resumed.save_model()
     summary = RunFolder(tmp_path).summary
     assert summary["noise_sigma"] == finished.model.config.noise_sigma
@@ -190,7 +220,9 @@ def make_renamed(tmp_path, name, change=nothing, **changes):
     one = batch_for(model, with_labels=True)
     one.setdefault("labels", torch.tensor([0, 1]))
     rows = [{key: value[i % 2] for key, value in one.items()} for i in range(16)]
-    return DescentTrainer(model, arguments(tmp_path, max_steps=4, **changes), train_dataset=rows, eval_dataset=rows)
+    return DescentTrainer(
+        model, arguments(tmp_path, max_steps=4, **changes), train_dataset=rows, eval_dataset=rows
+    )
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
@@ -205,11 +237,15 @@ def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_si
     saved.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (folder / "model.safetensors").is_file() == (max_shard_size == "5GB")
     assert_equal_runs(straight, fitted(make_renamed(tmp_path, name), str(folder)))
-    assert "missing keys" not in caplog.text or max_shard_size == "40KB"  # Trainer looks at the files of the shards
+    assert (
+        "missing keys" not in caplog.text or max_shard_size == "40KB"
+    )  # Trainer looks at the files of the shards
 
 
 def change_head(model):
-    model.classifier = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+    model.classifier = torch.nn.Sequential(
+        torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)
+    )
 
 
 def change_class(model):
@@ -233,7 +269,9 @@ def mix_precisions(model):
 def keep_weights(trainer):
     """The list of the weights after each step to come."""
     model = trainer.model
-    callback, kept = watch("on_step_end", lambda *_: [weight.clone() for weight in model.state_dict().values()])
+    callback, kept = watch(
+        "on_step_end", lambda *_: [weight.clone() for weight in model.state_dict().values()]
+    )
     trainer.add_callback(callback)
     return kept
 
@@ -241,12 +279,26 @@ def keep_weights(trainer):
 @pytest.mark.parametrize(
     ("name", "change"),
     [(name, nothing) for name in RENAMED]
-    + [(RENAMED[0], change) for change in (change_head, change_class, compile_layers, mix_precisions)],
+    + [
+        (RENAMED[0], change)
+        for change in (change_head, change_class, compile_layers, mix_precisions)
+    ],
 )
-def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by_hand(tmp_path, name, change):
+def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by_hand(
+    tmp_path, name, change
+):
     torch.manual_seed(0)
-    given = {"change": change, "load_best_model_at_end": True, "greater_is_better": True, "eval_strategy": "steps"}
-    given |= {"eval_steps": 1, "metric_for_best_model": "eval_loss", "bf16": change is mix_precisions}
+    given = {
+        "change": change,
+        "load_best_model_at_end": True,
+        "greater_is_better": True,
+        "eval_strategy": "steps",
+    }
+    given |= {
+        "eval_steps": 1,
+        "metric_for_best_model": "eval_loss",
+        "bf16": change is mix_precisions,
+    }
     finished = make_renamed(tmp_path, name, **given)
     kept = keep_weights(finished)
     finished.train()
@@ -263,7 +315,9 @@ def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by
         assert all(map(torch.equal, step, wanted))
 
 
-def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(three_steps, tmp_path, monkeypatch):
+def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(
+    three_steps, tmp_path, monkeypatch
+):
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
     first = str(tmp_path / "checkpoint-2")
     monkeypatch.setattr(checkpoints, "broadcast_object_list", lambda found: [first])
@@ -273,7 +327,9 @@ def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(th
 def test_another_layer_count_is_refused(tmp_path, three_steps):
     def four_layers():
         return DescentTrainer(
-            bert(num_layers=4), arguments(tmp_path, max_steps=1), train_dataset=classification_data(40)
+            bert(num_layers=4),
+            arguments(tmp_path, max_steps=1),
+            train_dataset=classification_data(40),
         )
 
     four_layers().train()
@@ -312,11 +368,18 @@ TEXTS = ("trainer_state.json", "config.json", RunFolder.SUMMARY)
 
 @pytest.mark.parametrize(
     ("victim", "damage"),
-    [(victim, damage) for victim in TENSORS[:-1] for damage in ("missing", "cut", "empty", "flipped")]
+    [
+        (victim, damage)
+        for victim in TENSORS[:-1]
+        for damage in ("missing", "cut", "empty", "flipped")
+    ]
     + [(STATE_NAME, damage) for damage in DAMAGES]
     + [(victim, damage) for victim in TEXTS for damage in ("cut", "empty")]
     + [("trainer_state.json", damage) for damage in ("missing", "of another step")]
-    + [("optimizer.pt", "of another step"), (RunFolder.SUMMARY, "missing")],  # which holds the scale of the noise
+    + [
+        ("optimizer.pt", "of another step"),
+        (RunFolder.SUMMARY, "missing"),
+    ],  # which holds the scale of the noise
 )
 def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, damage):
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
@@ -324,9 +387,14 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     DAMAGES[damage](checkpoint / victim)
     (tmp_path / "checkpoint-2" / "modules.json").write_text("[]")  # of somebody else
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
+    with pytest.raises(
+        ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"
+    ):
         trained(tmp_path, str(checkpoint))
-    if (victim in TEXTS and damage in ("cut", "empty")) or (victim, damage) == ("model.safetensors", "missing"):
+    if (victim in TEXTS and damage in ("cut", "empty")) or (victim, damage) == (
+        "model.safetensors",
+        "missing",
+    ):
         (checkpoint / CHECKSUMS_NAME).unlink()  # of an older version
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
@@ -356,7 +424,9 @@ def test_checkpoints_before_the_newest_complete_one_are_not_read(tmp_path, three
 
 def adapted(args):
     torch.manual_seed(1)
-    lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["word_embeddings"], task_type="SEQ_CLS")
+    lora = LoraConfig(
+        r=2, target_modules=["query"], modules_to_save=["word_embeddings"], task_type="SEQ_CLS"
+    )
     return DescentTrainer(get_peft_model(bert(), lora), args, train_dataset=classification_data(40))
 
 
@@ -369,9 +439,15 @@ def adapted(args):
     ],
     ids=["sharded", "adapter", "model only"],
 )
-def test_a_flipped_bit_is_noticed_in_weights_of_any_kind(tmp_path, monkeypatch, make_trainer, save, victim):
+def test_a_flipped_bit_is_noticed_in_weights_of_any_kind(
+    tmp_path, monkeypatch, make_trainer, save, victim
+):
     if "max_shard_size" in save:
-        monkeypatch.setattr(PreTrainedModel, "save_pretrained", partialmethod(PreTrainedModel.save_pretrained, **save))
+        monkeypatch.setattr(
+            PreTrainedModel,
+            "save_pretrained",
+            partialmethod(PreTrainedModel.save_pretrained, **save),
+        )
         save = {}
     make_trainer(arguments(tmp_path, max_steps=2, **save)).train()
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
@@ -381,14 +457,18 @@ def test_a_flipped_bit_is_noticed_in_weights_of_any_kind(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("victim", ["model.safetensors", "optimizer.pt"])
-def test_a_damaged_best_model_is_not_taken_for_the_best_one_that_may_lack_its_optimizer(tmp_path, victim):
+def test_a_damaged_best_model_is_not_taken_for_the_best_one_that_may_lack_its_optimizer(
+    tmp_path, victim
+):
     class Damage(TrainerCallback):
         def on_train_end(self, args, state, control, **kwargs):
             assert victim == "optimizer.pt", "training ended well"
 
         def on_log(self, args, state, control, **kwargs):
             if state.global_step == 3 and "loss" in kwargs["logs"]:
-                (Path.unlink if victim == "optimizer.pt" else flip)(tmp_path / "checkpoint-1" / victim)
+                (Path.unlink if victim == "optimizer.pt" else flip)(
+                    tmp_path / "checkpoint-1" / victim
+                )
 
     args = arguments(
         tmp_path, max_steps=3, load_best_model_at_end=True, greater_is_better=True, metric_for_best_model="eval_step",
@@ -400,7 +480,11 @@ def test_a_damaged_best_model_is_not_taken_for_the_best_one_that_may_lack_its_op
         compute_metrics=lambda predictions: {"step": -trainer.state.global_step},
     )  # fmt: skip
     is_whole = victim == "optimizer.pt"
-    with nullcontext() if is_whole else pytest.raises(ValueError, match="checkpoint-1/model.safetensors"):
+    with (
+        nullcontext()
+        if is_whole
+        else pytest.raises(ValueError, match="checkpoint-1/model.safetensors")
+    ):
         trainer.train()
 
 
@@ -414,7 +498,9 @@ def test_a_checkpoint_that_was_half_replaced_by_a_later_run_is_noticed(tmp_path,
             super()._save_optimizer_and_scheduler(output_dir)
 
     with pytest.raises(KeyboardInterrupt):
-        Killed(bert(), arguments(tmp_path, learning_rate=0.1), train_dataset=classification_data(40)).train()
+        Killed(
+            bert(), arguments(tmp_path, learning_rate=0.1), train_dataset=classification_data(40)
+        ).train()
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
@@ -426,7 +512,9 @@ def test_a_checkpoint_without_optimizer_says_so(tmp_path, caplog):
 
 def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
     def warnings():
-        return [record.message for record in caplog.records if "changed arguments" in record.message]
+        return [
+            record.message for record in caplog.records if "changed arguments" in record.message
+        ]
 
     checkpoint = str(three_steps / "checkpoint-3")
     trained(tmp_path, checkpoint, max_steps=3)
@@ -434,7 +522,9 @@ def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
     changes = {"multiplier_max": 7.0, "noise_gamma": 0.5, "adam_beta2": 0.9, "max_steps": 4}
     trained(tmp_path, checkpoint, **changes)
     (warning,) = warnings()
-    assert [name for name in (*changes, "seed", "dual_learning_rate") if f"`{name}`" in warning] == [*changes]
+    assert [
+        name for name in (*changes, "seed", "dual_learning_rate") if f"`{name}`" in warning
+    ] == [*changes]
 
 
 def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_run(tmp_path):

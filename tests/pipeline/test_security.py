@@ -42,14 +42,18 @@ def dangers(tree):
             # The user's own setting, handed on, is no danger: it is off unless given.
             own = [k for k in node.keywords if dotted(k.value) == "args.trust_remote_code"]
             others = [k for k in node.keywords if k not in own]
-            given = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else None for k in others}
+            given = {
+                k.arg: k.value.value if isinstance(k.value, ast.Constant) else None for k in others
+            }
             if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
                 yield name
             if name == "torch.load" and given.get("weights_only") is not True:
                 yield name
             if name.startswith("yaml.") and "load" in name and name != "yaml.safe_load":
                 yield name
-            yield from {"allow_pickle", "shell", "trust_remote_code"} & {n for n, v in given.items() if v is not False}
+            yield from {"allow_pickle", "shell", "trust_remote_code"} & {
+                n for n, v in given.items() if v is not False
+            }
 
 
 def test_the_search_finds_what_it_looks_for():
@@ -59,7 +63,9 @@ def test_the_search_finds_what_it_looks_for():
         "torch.load(f, weights_only=True)\nyaml.safe_load(f)\nmodel.eval()\nre.compile(p)\n"
     )
     found = ["pickle", "dill", "eval", "torch.load", "torch.load", "yaml.load"]
-    assert sorted(dangers(ast.parse(code))) == sorted([*found, "allow_pickle", "shell", "trust_remote_code"])
+    assert sorted(dangers(ast.parse(code))) == sorted(
+        [*found, "allow_pickle", "shell", "trust_remote_code"]
+    )
 
 
 def test_no_source_can_run_what_it_reads():
@@ -70,7 +76,11 @@ def test_no_source_can_run_what_it_reads():
 
 def test_no_recipe_trusts_remote_code(tmp_path):
     assert SFTDescentConfig(str(tmp_path), use_cpu=True).trust_remote_code is False
-    assert not [path for path in YAML if yaml.safe_load(path.read_text(encoding="utf-8")).get("trust_remote_code")]
+    assert not [
+        path
+        for path in YAML
+        if yaml.safe_load(path.read_text(encoding="utf-8")).get("trust_remote_code")
+    ]
 
 
 class Payload:
@@ -82,7 +92,10 @@ class Payload:
 
 
 def test_a_pickle_in_place_of_our_files_is_not_run(tmp_path):
-    for name, read in ((STATE_NAME, read_state), (RunFolder.SUMMARY, lambda folder: RunFolder(folder).summary)):
+    for name, read in (
+        (STATE_NAME, read_state),
+        (RunFolder.SUMMARY, lambda folder: RunFolder(folder).summary),
+    ):
         torch.save(Payload(tmp_path / "made"), tmp_path / name)
         with pytest.raises(ValueError, match=name):
             read(str(tmp_path))
@@ -107,12 +120,18 @@ def test_a_poisoned_optimizer_state_is_not_run(tmp_path):
 
 
 def test_settings_in_a_state_file_are_data(tmp_path):
-    save_file({"averages": torch.zeros(1)}, tmp_path / STATE_NAME, metadata={"state": "__import__('os').getcwd()"})
+    save_file(
+        {"averages": torch.zeros(1)},
+        tmp_path / STATE_NAME,
+        metadata={"state": "__import__('os').getcwd()"},
+    )
     with pytest.raises(ValueError, match=STATE_NAME):
         read_state(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["..", "../..", ".", "/", "a/../..", "org/model", "../../etc/model", "a/"])
+@pytest.mark.parametrize(
+    "name", ["..", "../..", ".", "/", "a/../..", "org/model", "../../etc/model", "a/"]
+)
 def test_results_stay_in_their_folder(tmp_path, name):
     folder = Path(_results_folder(name, str(tmp_path / "results"))).resolve()
     assert folder.is_relative_to(tmp_path / "results")

@@ -13,7 +13,12 @@ from tiny import VOCAB, config, trained
 from hf_descent import DescentTrainer
 
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 BERT = {**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 32}
 LENGTH = 8
 
@@ -25,7 +30,11 @@ def token_ids(generator):
 def text(label):
     def row(generator):
         ids = token_ids(generator)
-        return {"input_ids": ids, "attention_mask": torch.ones(LENGTH, dtype=torch.long), **label(ids, generator)}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones(LENGTH, dtype=torch.long),
+            **label(ids, generator),
+        }
 
     return row
 
@@ -37,7 +46,10 @@ def masked(ids, generator):
 
 
 def image(generator):
-    return {"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": int(token_ids(generator)[0]) % 2}
+    return {
+        "pixel_values": torch.randn(3, 8, 8, generator=generator),
+        "labels": int(token_ids(generator)[0]) % 2,
+    }
 
 
 def choices(generator):
@@ -45,7 +57,14 @@ def choices(generator):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0, 0]) % 3}
 
 
-GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "pad_token_id": 0}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_positions": 32,
+    "n_embd": 16,
+    "n_layer": 3,
+    "n_head": 2,
+    "pad_token_id": 0,
+}
 T5 = {
     "vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3,
     "num_heads": 2,
@@ -54,11 +73,16 @@ MIXTRAL = {
     **SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_local_experts": 3, "max_position_embeddings": 32,
 }  # fmt: skip
 MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-SPEECH = AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}  # masks are written into the features in training
+SPEECH = (
+    AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}
+)  # masks are written into the features in training
 
 
 def speech(generator):
-    return {"input_values": torch.randn(2000, generator=generator), "labels": int(token_ids(generator)[0]) % 2}
+    return {
+        "input_values": torch.randn(2000, generator=generator),
+        "labels": int(token_ids(generator)[0]) % 2,
+    }
 
 
 def model_of(name, settings):

@@ -34,23 +34,33 @@ def trained(model, args, data=DATA, trainer_class=DescentTrainer, **given):
 def test_gradient_checkpointing_changes_nothing(tmp_path, reentrant):
     given = {"activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
     one, other = (
-        trained(bert(), config(tmp_path, activation_checkpointing=checkpointing, **given), trainer_class=InOrder)
+        trained(
+            bert(),
+            config(tmp_path, activation_checkpointing=checkpointing, **given),
+            trainer_class=InOrder,
+        )
         for checkpointing in (False, True)
     )
     torch.testing.assert_close(one.multipliers.values, other.multipliers.values)
-    torch.testing.assert_close(other.model.state_dict(), one.model.state_dict(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        other.model.state_dict(), one.model.state_dict(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_bf16_autocast_follows_full_precision(tmp_path):
     finals = [
-        trained(bert(), config(tmp_path, bf16=bf16, learning_rate=1e-3), trainer_class=InOrder).multipliers.values
+        trained(
+            bert(), config(tmp_path, bf16=bf16, learning_rate=1e-3), trainer_class=InOrder
+        ).multipliers.values
         for bf16 in (False, True)
     ]
     assert finals[1].dtype == torch.float32 and not torch.equal(*finals)
     torch.testing.assert_close(*finals, rtol=0.02, atol=0.005)
 
 
-def searcher(tmp_path, *callbacks, eval_dataset=DATA_TEST, num_layers=3, compute_metrics=None, **arguments):
+def searcher(
+    tmp_path, *callbacks, eval_dataset=DATA_TEST, num_layers=3, compute_metrics=None, **arguments
+):
     pytest.importorskip("optuna")
     return DescentTrainer(
         args=config(tmp_path, **{"max_steps": 2, **arguments}), model_init=lambda: bert(num_layers=num_layers),
@@ -60,15 +70,27 @@ def searcher(tmp_path, *callbacks, eval_dataset=DATA_TEST, num_layers=3, compute
 
 def search(trainer, values):
     """The best trial of a search with one set of values for each."""
-    return trainer.hyperparameter_search(hp_space=lambda trial: values[trial.number], n_trials=len(values))
-
-
-def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_models_first(tmp_path):
-    begin, starts = watch(
-        "on_step_end", lambda args, state, given: (state.global_step, trainer.multipliers.steps.item())
+    return trainer.hyperparameter_search(
+        hp_space=lambda trial: values[trial.number], n_trials=len(values)
     )
-    judge, scores = watch("on_evaluate", lambda args, state, given: given["metrics"]["eval_feasible_score"])
-    settings = {"max_steps": 20, "initial_loss_bound": "auto", "eval_strategy": "steps", "eval_steps": 20}
+
+
+def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_models_first(
+    tmp_path,
+):
+    begin, starts = watch(
+        "on_step_end",
+        lambda args, state, given: (state.global_step, trainer.multipliers.steps.item()),
+    )
+    judge, scores = watch(
+        "on_evaluate", lambda args, state, given: given["metrics"]["eval_feasible_score"]
+    )
+    settings = {
+        "max_steps": 20,
+        "initial_loss_bound": "auto",
+        "eval_strategy": "steps",
+        "eval_steps": 20,
+    }
     trainer = searcher(
         tmp_path, begin, judge, eval_dataset=DATA, num_layers=2, compute_metrics=lambda _: {"constant": 100.0},
         **settings,
@@ -80,12 +102,16 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
         },
         n_trials=3,
     )
-    assert [steps for step, steps in starts if step == 1] == [1.0] * 3  # one dual step each, not 1, 5, 9
+    assert [steps for step, steps in starts if step == 1] == [
+        1.0
+    ] * 3  # one dual step each, not 1, 5, 9
     assert len(set(scores)) == 3 and best.objective == max(scores) > -1
     assert 0.1 <= best.hyperparameters["descent_alpha"] <= 0.4
     with pytest.raises(ValueError, match="`direction` is 'minimize'.*to maximize; pass"):
         trainer.hyperparameter_search(direction="minimize", n_trials=1)
-    trainer.args.objective = "deep_supervision"  # without constraints the loss counts, which is to fall
+    trainer.args.objective = (
+        "deep_supervision"  # without constraints the loss counts, which is to fall
+    )
     with pytest.raises(ValueError, match="`direction` is 'maximize'.*to minimize; pass"):
         trainer.hyperparameter_search(direction="maximize", n_trials=1)
     trainer.hyperparameter_search(hp_space=hp_space, n_trials=1)
@@ -93,7 +119,9 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
 
 
 def test_trials_of_all_objectives_take_their_dual_steps_and_are_judged_by_their_loss(tmp_path):
-    end, steps = watch("on_train_end", lambda *_: trainer.multipliers and trainer.multipliers.steps.item())
+    end, steps = watch(
+        "on_train_end", lambda *_: trainer.multipliers and trainer.multipliers.steps.item()
+    )
     judge, losses = watch("on_evaluate", lambda args, state, given: given["metrics"]["eval_loss"])
     trainer = searcher(tmp_path, end, judge, objective="erm", eval_strategy="steps", eval_steps=2)
     best = search(trainer, [{"objective": objective} for objective in ("erm", "descent", "erm")])
@@ -109,10 +137,16 @@ def test_every_trial_has_the_noise_on_its_own_model(tmp_path):
 
 
 def test_trials_that_share_no_objective_are_refused(tmp_path):
-    several = {"eval_dataset": {"a": DATA_TEST, "b": DATA_TEST}, "eval_strategy": "steps", "eval_steps": 2}
+    several = {
+        "eval_dataset": {"a": DATA_TEST, "b": DATA_TEST},
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     for objective in ("erm", "descent"):
         with pytest.raises(ValueError, match="of one `eval_dataset`.*pass `compute_objective`"):
-            search(searcher(tmp_path, objective=objective, **several), [])  # before there is a trial
+            search(
+                searcher(tmp_path, objective=objective, **several), []
+            )  # before there is a trial
 
 
 def test_arguments_of_several_types_are_searched(tmp_path):
@@ -121,7 +155,9 @@ def test_arguments_of_several_types_are_searched(tmp_path):
         {"descent_alpha": "auto", "constrained_layers": None, "noise_gamma": [0.0, 1.0]},
         {"descent_alpha": [0.1, 0.2, 0.3]},
     ]
-    begin, seen = watch("on_train_begin", lambda args, *_: {name: getattr(args, name) for name in values[0]})
+    begin, seen = watch(
+        "on_train_begin", lambda args, *_: {name: getattr(args, name) for name in values[0]}
+    )
     search(searcher(tmp_path, begin, dual_warmup_steps=1), values)
     assert seen == [values[0], values[1], values[1] | values[2]]
 
@@ -133,7 +169,10 @@ def test_auto_find_batch_size_starts_afresh(tmp_path):
                 raise RuntimeError("CUDA out of memory. Tried to allocate")
 
     trainer = DescentTrainer(
-        bert(), config(tmp_path, auto_find_batch_size=True), train_dataset=DATA, callbacks=[TooLarge()]
+        bert(),
+        config(tmp_path, auto_find_batch_size=True),
+        train_dataset=DATA,
+        callbacks=[TooLarge()],
     )
     trainer.train()
     assert trainer._train_batch_size == 7 and trainer.multipliers.steps.item() == 6
@@ -143,7 +182,10 @@ def test_auto_find_batch_size_starts_afresh(tmp_path):
 @pytest.mark.parametrize("model", [bert, llama])
 def test_a_batch_that_is_too_large_to_be_read_is_made_smaller(tmp_path, model, read):
     model = model()
-    (head, dims), calls = (model.classifier, 2) if hasattr(model, "classifier") else (model.lm_head, 3), []
+    (head, dims), calls = (
+        (model.classifier, 2) if hasattr(model, "classifier") else (model.lm_head, 3),
+        [],
+    )
 
     def refuse(module, args):
         calls.append(len(args[0]))
@@ -193,11 +235,17 @@ def test_a_readout_of_ones_own_scores_every_layer_and_gives_the_predictions(tmp_
         outputs = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
         logits = [readout(model, hidden, batch) for hidden in outputs.hidden_states[1:]]
     losses = [F.cross_entropy(logit, batch["labels"]).item() for logit in logits]
-    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(losses, rel=1e-5)
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+        losses, rel=1e-5
+    )
     assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
-    unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in DATA_TEST]
+    unlabelled = [
+        {name: value for name, value in row.items() if name != "labels"} for row in DATA_TEST
+    ]
     for data in (DATA_TEST, unlabelled):
-        torch.testing.assert_close(torch.tensor(trainer.predict(data).predictions), logits[-1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(trainer.predict(data).predictions), logits[-1], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_readout_of_ones_own_computes_in_mixed_precision_as_the_model_s_own(tmp_path):
@@ -207,13 +255,25 @@ def test_a_readout_of_ones_own_computes_in_mixed_precision_as_the_model_s_own(tm
         return model.classifier(torch.tanh(model.albert.pooler(hidden[:, 0])))
 
     torch.manual_seed(0)
-    sizes = {"embedding_size": 8, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    model = AlbertForSequenceClassification(AlbertConfig(vocab_size=40, num_hidden_layers=2, num_labels=3, **sizes))
+    sizes = {
+        "embedding_size": 8,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    model = AlbertForSequenceClassification(
+        AlbertConfig(vocab_size=40, num_hidden_layers=2, num_labels=3, **sizes)
+    )
     own, replayed = (
-        DescentTrainer(model, config(tmp_path, bf16=True, max_steps=1), train_dataset=DATA, **readout)
+        DescentTrainer(
+            model, config(tmp_path, bf16=True, max_steps=1), train_dataset=DATA, **readout
+        )
         for readout in ({"readout": head}, {})
     )
-    assert own.evaluate(DATA_TEST)["eval_layer_loss_1"] == replayed.evaluate(DATA_TEST)["eval_layer_loss_1"]
+    assert (
+        own.evaluate(DATA_TEST)["eval_layer_loss_1"]
+        == replayed.evaluate(DATA_TEST)["eval_layer_loss_1"]
+    )
     own.train()
 
 
@@ -225,7 +285,11 @@ def test_a_layer_loss_reads_attributes_or_keys(tmp_path):
             return F.cross_entropy(logits_of(outputs), labels)
 
         args = config(tmp_path, max_steps=3, initial_loss_bound="auto", dual_warmup_steps=1)
-        return [log["loss"] for log in trained(bert(), args, layer_loss_fn=loss).state.log_history if "loss" in log]
+        return [
+            log["loss"]
+            for log in trained(bert(), args, layer_loss_fn=loss).state.log_history
+            if "loss" in log
+        ]
 
     own = losses(lambda outputs: outputs.logits)
     assert len(own) == 3 and own == losses(lambda outputs: outputs["logits"])
@@ -237,11 +301,15 @@ def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
     def weighted(outputs, labels, num_items_in_batch=None):
         return F.cross_entropy(outputs["logits"], labels, weight)
 
-    metrics = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST, layer_loss_fn=weighted).evaluate()
+    metrics = DescentTrainer(
+        bert(), config(tmp_path), eval_dataset=DATA_TEST, layer_loss_fn=weighted
+    ).evaluate()
     batch = next(batches(DATA_TEST, 32))
     for layer in (1, 2, 3):
         with torch.no_grad():
-            logits = truncated(bert(), layer).eval()(batch["input_ids"], batch["attention_mask"]).logits
+            logits = (
+                truncated(bert(), layer).eval()(batch["input_ids"], batch["attention_mask"]).logits
+            )
         parts = zip(logits.split(8), batch["labels"].split(8))  # evaluated batch by batch
         expected = sum(F.cross_entropy(*part, weight).item() for part in parts) / 4
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-5)
@@ -266,7 +334,9 @@ def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objec
     data = language_data(8, ragged=False)
     data[3]["labels"] = torch.full_like(data[3]["labels"], -100)
     parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    trainer = trained(llama(), config(tmp_path, objective=objective, max_steps=1, **parts), data, InOrder)
+    trainer = trained(
+        llama(), config(tmp_path, objective=objective, max_steps=1, **parts), data, InOrder
+    )
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
 
@@ -282,7 +352,13 @@ def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
 
 
 def test_noise_with_persistent_workers_does_not_evaluate_on_the_training_data(tmp_path):
-    args = config(tmp_path, noise_gamma=0.5, dataloader_num_workers=1, dataloader_persistent_workers=True, max_steps=2)
+    args = config(
+        tmp_path,
+        noise_gamma=0.5,
+        dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+        max_steps=2,
+    )
     trainer = trained(bert(), args, eval_dataset=DATA_TEST[:8])
     assert trainer.num_examples(trainer.get_eval_dataloader()) == 8
 
@@ -291,7 +367,9 @@ def test_the_label_shift_is_the_model_s_own_not_its_name_s(tmp_path):
     """GPT2LMHeadModel shifts its labels; the items of the first step already count so."""
     model, data = gpt2(), language_data()
     parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    trainer = trained(model, config(tmp_path, learning_rate=0.0, max_steps=2, **parts), data, InOrder)
+    trainer = trained(
+        model, config(tmp_path, learning_rate=0.0, max_steps=2, **parts), data, InOrder
+    )
     logged = [log["loss"] for log in trainer.state.log_history if "grad_norm" in log]
     for loss, rows in zip(logged, (data[:8], data[8:16]), strict=True):
         batch = {name: torch.stack([row[name] for row in rows]) for name in data[0]}

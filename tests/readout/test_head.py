@@ -23,14 +23,22 @@ ENCODER_DECODER = {"vocab_size": VOCAB, "dropout": 0.0, "dropout_rate": 0.0}
 MODELS = {
     "LlamaForCausalLM": {},
     "Gemma2ForCausalLM": {"final_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
-    "RecurrentGemmaForCausalLM": {"lru_width": 16, "logits_soft_cap": 0.25, "num_key_value_heads": 1},
+    "RecurrentGemmaForCausalLM": {
+        "lru_width": 16,
+        "logits_soft_cap": 0.25,
+        "num_key_value_heads": 1,
+    },
     "CohereForCausalLM": {"logit_scale": 0.125},
     "GraniteForCausalLM": {"logits_scaling": 7.0, "tie_word_embeddings": True},
     "GPT2LMHeadModel": NO_DROPOUT,
     "PhiForCausalLM": {"num_key_value_heads": 4},
     "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "ModernBertDecoderForCausalLM": {},
-    "MixtralForCausalLM": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "MixtralForCausalLM": {
+        "num_local_experts": 4,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
     "BartForConditionalGeneration": BART | ENCODER_DECODER,
     "MBartForConditionalGeneration": BART | ENCODER_DECODER,
     "MT5ForConditionalGeneration": T5_DECODER | ENCODER_DECODER | {"tie_word_embeddings": False},
@@ -76,7 +84,11 @@ def train_step(readout, model, inputs, **kwargs):
 
 
 def gradients(model):
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad(set_to_none=True)
     return found
 
@@ -111,7 +123,9 @@ def test_label_smoothing_is_the_trainers():
     readout = probe(model, inputs, label_smoothing=0.1)
     logits = layer_logits(model, inputs)
     smoother = LabelSmoother(epsilon=0.1)
-    losses = torch.stack([smoother({"logits": x}, inputs["labels"], shift_labels=True) for x in logits])
+    losses = torch.stack(
+        [smoother({"logits": x}, inputs["labels"], shift_labels=True) for x in logits]
+    )
     (WEIGHTS * losses).sum().backward()
     expected = gradients(model)
     torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
@@ -120,14 +134,20 @@ def test_label_smoothing_is_the_trainers():
 @pytest.mark.parametrize("probed_shifted", [False, True])
 def test_labels_shifted_already(probed_shifted):
     model, inputs = build(), batch()
-    shifted_inputs = {**inputs, "shift_labels": nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)}
+    shifted_inputs = {
+        **inputs,
+        "shift_labels": nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100),
+    }
     readout = probe(model, shifted_inputs if probed_shifted else inputs)
     assert readout.shifts_labels
     _, means, found = train_step(readout, model, inputs)
     _, shifted_means, shifted_found = train_step(readout, model, shifted_inputs)
     assert torch.equal(means, shifted_means)
     torch.testing.assert_close(found, shifted_found)
-    samples = [readout.tokens(x, 0.5, torch.Generator().manual_seed(0)).samples for x in (inputs, shifted_inputs)]
+    samples = [
+        readout.tokens(x, 0.5, torch.Generator().manual_seed(0)).samples
+        for x in (inputs, shifted_inputs)
+    ]
     assert torch.equal(*samples)
 
 
@@ -157,7 +177,9 @@ def test_a_trainer_that_asks_liger_for_no_logits():
     model, inputs = PatchedByLiger(transformers.LlamaConfig(**SIZES)), batch()
     readout = probe(model, inputs)
     with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).sums[-1]):
-        outputs = model(**inputs, skip_logits=True)  # as Trainer's evaluation calls it with `use_liger_kernel`
+        outputs = model(
+            **inputs, skip_logits=True
+        )  # as Trainer's evaluation calls it with `use_liger_kernel`
         expected = model(**inputs)
     assert torch.equal(outputs["loss"], expected["loss"])
 
@@ -165,7 +187,9 @@ def test_a_trainer_that_asks_liger_for_no_logits():
 @pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["head frozen", "head trained"])
 def test_lora(saved):
     inputs = batch()
-    model = get_peft_model(build(), LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=saved))
+    model = get_peft_model(
+        build(), LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=saved)
+    )
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
             parameter.data.add_(0.1 * torch.randn_like(parameter))
@@ -194,7 +218,9 @@ def test_the_model_is_left_as_it_was():
         model(**inputs)
     with pytest.raises(ZeroDivisionError), readout.attach(lambda *_: 1 / 0):
         model(**inputs)
-    assert [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()] == before
+    assert [
+        (dict(vars(module)), len(module._forward_hooks)) for module in model.modules()
+    ] == before
     assert torch.equal(model(**inputs)["logits"], outputs["logits"])
 
 
@@ -213,7 +239,9 @@ class Plain(nn.Module):
         torch.manual_seed(0)
         self.returns, self.scale = returns, nn.Parameter(torch.ones(())) if scaled else 1.0
         self.embed, self.norm = nn.Embedding(VOCAB, 8), norm(8)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS)
+        )
         self.head = nn.Linear(8, VOCAB)
 
     def forward(self, input_ids, labels=None, attention_mask=None):
@@ -221,7 +249,11 @@ class Plain(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden)
         logits = self.head(self.norm(hidden)) * self.scale
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = (
+            None
+            if labels is None
+            else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
         return {"loss": loss, "logits": logits} if self.returns is dict else (logits, loss)
 
 
@@ -235,7 +267,9 @@ def test_running_statistics_are_left_as_they_were():
     model.layers[0].append(OverTokens(8))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     probe(model, batch())
-    assert len(before) == 3 and all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    assert len(before) == 3 and all(
+        torch.equal(before[name], buffer) for name, buffer in model.named_buffers()
+    )
 
 
 def test_a_model_without_a_config():
@@ -283,7 +317,10 @@ def hooked(name, hook):
     [
         (lambda: build("RobertaForMaskedLM", max_position_embeddings=40), "chain of modules"),
         (lambda: build("LlamaForSequenceClassification"), "labels of tokens"),
-        (lambda: build("BlenderbotForConditionalGeneration", **BART | ENCODER_DECODER), "without its labels"),
+        (
+            lambda: build("BlenderbotForConditionalGeneration", **BART | ENCODER_DECODER),
+            "without its labels",
+        ),
         (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
         (lambda: on_head(LoraConfig), "acts beside"),
         (lambda: on_head(IA3Config, feedforward_modules=[]), "acts beside"),
@@ -316,7 +353,9 @@ def test_a_batch_needs_labels():
 def test_mixed_precision_over_a_half_precision_model():
     model, inputs = build().half(), batch()
     forward = model.forward
-    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
+    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(
+        *args, **kwargs
+    )
     losses = layer_losses(model, inputs)
     _, means, found = train_step(probe(model, inputs), model, inputs)
     torch.testing.assert_close(means, losses.detach(), rtol=0.02, atol=0.0)
@@ -326,7 +365,9 @@ def test_mixed_precision_over_a_half_precision_model():
 def test_a_small_part_of_the_loss_beside_the_cross_entropy_shows_in_mixed_precision():
     model, inputs = build(), batch()
     forward, cross_entropy = model.forward, model.loss_function
-    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
+    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(
+        *args, **kwargs
+    )
     probe(model, inputs)
     model.loss_function = lambda logits, **given: (
         cross_entropy(logits=logits, **given) + 1e-3 * logits.float().logsumexp(-1).square().mean()
@@ -341,7 +382,11 @@ def test_mixed_precision_casts_the_weight_of_the_head_once_in_a_forward():
 
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            casts.extend(1 for arg in args[:1] if "_to_copy" in str(func) and arg.shape == model.lm_head.weight.shape)
+            casts.extend(
+                1
+                for arg in args[:1]
+                if "_to_copy" in str(func) and arg.shape == model.lm_head.weight.shape
+            )
             return func(*args, **(kwargs or {}))
 
     def twice(read, *_):
@@ -358,8 +403,14 @@ def test_mixed_precision_casts_the_weight_of_the_head_once_in_a_forward():
 @pytest.mark.parametrize(
     ("name", "overrides", "dropout"),
     [
-        pytest.param("MT5ForConditionalGeneration", {}, "decoder.dropout", marks=pytest.mark.slow),  # behind a norm
-        ("BertForTokenClassification", MODELS["BertForMaskedLM"] | {"num_labels": VOCAB}, "dropout"),  # with no norm
+        pytest.param(
+            "MT5ForConditionalGeneration", {}, "decoder.dropout", marks=pytest.mark.slow
+        ),  # behind a norm
+        (
+            "BertForTokenClassification",
+            MODELS["BertForMaskedLM"] | {"num_labels": VOCAB},
+            "dropout",
+        ),  # with no norm
     ],
 )
 def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides, dropout):
@@ -370,7 +421,10 @@ def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides
     assert dropout.training
 
     tokens, draws = readout.tokens(inputs), []
-    with torch.no_grad(), readout.attach(lambda read, *_: draws.append(read(tokens).sums / len(tokens.rows))):
+    with (
+        torch.no_grad(),
+        readout.attach(lambda read, *_: draws.append(read(tokens).sums / len(tokens.rows))),
+    ):
         for _ in range(400):
             model(**inputs)
     tiled = torch.stack(draws)  # [draws, layers]

@@ -32,7 +32,9 @@ def first(model, hidden, inputs, scale):
 
 def distilbert():
     return DistilBertForSequenceClassification(
-        DistilBertConfig(vocab_size=VOCAB, dim=16, hidden_dim=32, n_heads=2, n_layers=3, num_labels=3)
+        DistilBertConfig(
+            vocab_size=VOCAB, dim=16, hidden_dim=32, n_heads=2, n_layers=3, num_labels=3
+        )
     )
 
 
@@ -55,7 +57,10 @@ MODELS = {
     "bert": (bert, lambda model: model.classifier),
     "distilbert": (distilbert, lambda model: model.classifier),
     "roberta": (roberta, lambda model: model.classifier.out_proj),
-    "a head that PEFT trains": (adapted, lambda model: model.base_model.model.classifier.modules_to_save["default"]),
+    "a head that PEFT trains": (
+        adapted,
+        lambda model: model.base_model.model.classifier.modules_to_save["default"],
+    ),
     "a head with an adapter": (
         lambda: adapted([], ["query", "classifier"]),
         lambda model: model.base_model.model.classifier,
@@ -71,12 +76,20 @@ def test_layers_are_read_by_the_last_linear_layer_of_the_model_alone(tmp_path, n
     model = build().eval()
     [batch] = batches(DATA, len(DATA))
     with torch.no_grad():
-        hidden = model(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states[1:]
+        hidden = model(
+            batch["input_ids"], batch["attention_mask"], output_hidden_states=True
+        ).hidden_states[1:]
         pooled = [pool(states, batch["attention_mask"], pooling) for states in hidden]
-        expected = [F.cross_entropy(find_head(model)(states), batch["labels"]).item() for states in pooled]
+        expected = [
+            F.cross_entropy(find_head(model)(states), batch["labels"]).item() for states in pooled
+        ]
     metrics = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout=pooling).evaluate()
-    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
-    assert layer_profile(model, DATA, readout=pooling).losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert layer_profile(model, DATA, readout=pooling).losses.tolist() == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
@@ -85,11 +98,15 @@ def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
     trainer = trained(model, config(tmp_path, max_steps=2), train_dataset=DATA, readout="mean")
     trainer.save_model()
     trainer.create_model_card()
-    fixed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    fixed = {
+        name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])
+    }
     assert fixed == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
     assert json.loads((tmp_path / "descent_config.json").read_text())["readout"] == "mean"
     card = (tmp_path / "README.md").read_text()
-    assert "a custom readout (`mean`), which is not saved" in card and "is an ordinary one" not in card
+    assert (
+        "a custom readout (`mean`), which is not saved" in card and "is an ordinary one" not in card
+    )
     assert caplog.text.count("`readout` is not saved: loaded, or cut by `truncate`") == 1
     named = trained(model, trainer.args, train_dataset=DATA, readout=partial(first, scale=1.0))
     named.save_model()
@@ -98,7 +115,10 @@ def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
 
 @pytest.mark.parametrize(
     ("model", "readout", "match"),
-    [(bert, "max", "'mean', 'cls'"), (llama, "mean", "LlamaForCausalLM has no linear layer with one output")],
+    [
+        (bert, "max", "'mean', 'cls'"),
+        (llama, "mean", "LlamaForCausalLM has no linear layer with one output"),
+    ],
 )
 def test_words_without_a_readout_are_refused(tmp_path, model, readout, match):
     with pytest.raises(ValueError, match=match):
@@ -110,13 +130,22 @@ def test_a_class_whose_loss_function_is_a_guess_is_refused(tmp_path):
         """transformers takes the loss of causal language models for that of a class of this name."""
 
     model = MyClassifier(bert().config)
-    with pytest.raises(ValueError, match="`model.loss_function`, for MyClassifier that of causal language models"):
+    with pytest.raises(
+        ValueError, match="`model.loss_function`, for MyClassifier that of causal language models"
+    ):
         DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()
     model.loss_function = BertForSequenceClassification(model.config).loss_function
-    found = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()["eval_loss"]
+    found = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()[
+        "eval_loss"
+    ]
     known = BertForSequenceClassification(model.config)
     known.load_state_dict(model.state_dict())
-    assert found == DescentTrainer(known, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()["eval_loss"]
+    assert (
+        found
+        == DescentTrainer(known, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()[
+            "eval_loss"
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +155,13 @@ def test_a_class_whose_loss_function_is_a_guess_is_refused(tmp_path):
         (True, None, 1e-2, {}, False),
         (False, "mean", 1e-2, {}, False),
         (False, None, 1e-9, {}, False),
-        (False, None, 1e-2, {"max_steps": 400, "dual_warmup_steps": 0, "exit_targets": {2: 0.5}}, True),
+        (
+            False,
+            None,
+            1e-2,
+            {"max_steps": 400, "dual_warmup_steps": 0, "exit_targets": {2: 0.5}},
+            True,
+        ),
     ],
 )
 def test_early_layers_at_chance_under_a_first_token_head_are_reported_once(
@@ -137,10 +172,19 @@ def test_early_layers_at_chance_under_a_first_token_head_are_reported_once(
     for layer in model.bert.encoder.layer[: 0 if early_layers_read else 2]:
         for parameter in layer.attention.output.dense.parameters():
             parameter.requires_grad_(False).zero_()
-    given = {"max_steps": 43, "dual_warmup_steps": 40, "learning_rate": learning_rate, "initial_loss_bound": "auto"}
+    given = {
+        "max_steps": 43,
+        "dual_warmup_steps": 40,
+        "learning_rate": learning_rate,
+        "initial_loss_bound": "auto",
+    }
     data = classification_data(256, pad=False)
     args = config(tmp_path, per_device_train_batch_size=16, **given | warmup)
     with caplog.at_level("INFO", logger="hf_descent"):
-        DescentTrainer(model, args, train_dataset=data, readout=readout, callbacks=[StopAtStep43()]).train()
-    said = [record.getMessage() for record in caplog.records if 'readout="mean"' in record.getMessage()]
+        DescentTrainer(
+            model, args, train_dataset=data, readout=readout, callbacks=[StopAtStep43()]
+        ).train()
+    said = [
+        record.getMessage() for record in caplog.records if 'readout="mean"' in record.getMessage()
+    ]
     assert len(said) == is_said and (not said or "2 of 3 layers" in said[0])

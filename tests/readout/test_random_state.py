@@ -28,9 +28,15 @@ def test_generators_continue_as_if_nothing_had_been_drawn(fails):
 
 def test_offloaded_parameters_are_those_of_the_device_that_computes(monkeypatch):
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
-    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([2]), (1,), torch.float32))
-    model = torch.nn.ParameterList([torch.nn.Parameter(DTensor(torch.zeros(2), spec, requires_grad=False))])
+    spec = DTensorSpec(
+        mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([2]), (1,), torch.float32)
+    )
+    model = torch.nn.ParameterList(
+        [torch.nn.Parameter(DTensor(torch.zeros(2), spec, requires_grad=False))]
+    )
     assert model[0].device.type == "cpu"
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(current_device=lambda: 3))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda kind: SimpleNamespace(current_device=lambda: 3)
+    )
     assert random_state.accelerators(model) == [torch.device("cuda", 3)]
     assert random_state.accelerators(torch.nn.Linear(2, 2)) == []

@@ -26,7 +26,9 @@ def test_each_layer_equals_the_truncated_model(name):
     logits = layer_logits(model, batch)
     assert len(logits) == LAYERS
     for layer in range(1, LAYERS + 1):
-        assert torch.equal(logits[layer - 1], output_logits(truncated(model, MODELS[name], layer)(**batch)))
+        assert torch.equal(
+            logits[layer - 1], output_logits(truncated(model, MODELS[name], layer)(**batch))
+        )
     assert torch.equal(logits[-1], output_logits(model(**batch)))
     assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(logits))
 
@@ -42,7 +44,9 @@ class Sum(TwoStage):
         states = [self.embed(x)]
         for block in self.blocks:
             states.append(block(states[-1]))
-        return {"logits": self.head(torch.where(x[:, :1] > 0, states[self.other], 0.0) + states[-1])}
+        return {
+            "logits": self.head(torch.where(x[:, :1] > 0, states[self.other], 0.0) + states[-1])
+        }
 
 
 class SideReadouts(TwoStage):
@@ -69,7 +73,13 @@ def test_refuses_a_weighted_sum_of_layers():
 
 
 @pytest.mark.parametrize(
-    "name", ["MixtralForCausalLM", "BertForMaskedLM", "LlamaForSequenceClassification", "T5ForConditionalGeneration"]
+    "name",
+    [
+        "MixtralForCausalLM",
+        "BertForMaskedLM",
+        "LlamaForSequenceClassification",
+        "T5ForConditionalGeneration",
+    ],
 )
 @torch.no_grad()
 def test_outputs_carry_the_truncated_models_task_loss(name):
@@ -78,7 +88,9 @@ def test_outputs_carry_the_truncated_models_task_loss(name):
     if "T5" in name:
         batch["labels"] = batch.pop("decoder_input_ids")
     losses = []
-    with Readout.probe(model, batch).attach(lambda layer, outputs, hidden: losses.append(outputs["loss"])):
+    with Readout.probe(model, batch).attach(
+        lambda layer, outputs, hidden: losses.append(outputs["loss"])
+    ):
         outputs = model(**batch)
     for layer, loss in enumerate(losses, start=1):
         short = truncated(model, MODELS[name], layer)
@@ -93,7 +105,9 @@ def test_replays_give_no_output_that_needs_the_layers():
     model = build("MixtralForCausalLM", MODELS["MixtralForCausalLM"])
     names = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
     batch, seen = batch_for(model, with_labels=True) | dict.fromkeys(names, True), []
-    with Readout.probe(model, batch).attach(lambda layer, outputs, hidden: seen.append(set(outputs))):
+    with Readout.probe(model, batch).attach(
+        lambda layer, outputs, hidden: seen.append(set(outputs))
+    ):
         model(**batch)
     assert seen == [{"loss", "logits"}] * LAYERS
 
@@ -102,7 +116,10 @@ def test_gradients_equal_a_naive_computation():
     torch.manual_seed(0)
     model = TwoStage()
     x, weights = torch.randn(5, 4), (0.3, -0.2, 0.5, 1.0)
-    loss = sum(w * logits.square().sum() for w, logits in zip(weights, layer_logits(model, {"x": x, "scale": 2.0})))
+    loss = sum(
+        w * logits.square().sum()
+        for w, logits in zip(weights, layer_logits(model, {"x": x, "scale": 2.0}))
+    )
     gradients = torch.autograd.grad(loss, list(model.parameters()))
 
     hidden, naive = model.embed(x), 0.0
@@ -144,7 +161,9 @@ def test_order_subset_and_gradient_of_layers():
     readout = Readout.probe(model, {"x": x})
 
     def on_layer(layer, outputs, hidden):
-        seen.append((layer, outputs["logits"].requires_grad, hidden.requires_grad, noise_is_disabled()))
+        seen.append(
+            (layer, outputs["logits"].requires_grad, hidden.requires_grad, noise_is_disabled())
+        )
         last.append(outputs)
         model(-x)
 
@@ -198,12 +217,20 @@ def test_user_readout_trains_parameters_of_the_model_alone(bert):
     foreign, batch = nn.Linear(32, 5), batch_for(bert)
 
     def probe(head, trains=True):
-        return Readout.probe(bert, batch, lambda model, hidden, inputs: head(hidden.mean(1)), trains)
+        return Readout.probe(
+            bert, batch, lambda model, hidden, inputs: head(hidden.mean(1)), trains
+        )
 
     probe(foreign, trains=False)
-    with pytest.raises(ValueError, match="parameters that BertForSequenceClassification does not have"):
+    with pytest.raises(
+        ValueError, match="parameters that BertForSequenceClassification does not have"
+    ):
         probe(foreign)
-    for head in (bert.classifier, foreign.requires_grad_(False), lambda hidden: hidden @ bert.classifier.weight.T):
+    for head in (
+        bert.classifier,
+        foreign.requires_grad_(False),
+        lambda hidden: hidden @ bert.classifier.weight.T,
+    ):
         probe(head)
 
 
@@ -226,7 +253,9 @@ def test_a_changed_model_is_probed_anew():
 
 def test_lora_model(bert):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False
+    )
     model = peft.get_peft_model(copy.deepcopy(bert), config).eval()
     batch = batch_for(bert)
     with torch.no_grad():

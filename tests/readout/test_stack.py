@@ -3,7 +3,17 @@
 import pytest
 import torch
 import transformers
-from architectures import ENCODER_DECODERS, LAYERS, MODELS, REFUSED, TEXT, TwoStage, batch_for, build, truncated
+from architectures import (
+    ENCODER_DECODERS,
+    LAYERS,
+    MODELS,
+    REFUSED,
+    TEXT,
+    TwoStage,
+    batch_for,
+    build,
+    truncated,
+)
 from torch import nn
 
 from hf_descent.early_exit import truncate
@@ -51,11 +61,18 @@ def test_keeps_wrappers_that_others_put_on_forward():
 def test_refuses_images_that_are_added_to_the_output_of_layers():
     text = {"hidden_size": 16, "vocab_size": 30, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8,
             "num_hidden_layers": 3, "num_key_value_heads": 2}  # fmt: skip
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+    }
     vision = {"depth": 2, "hidden_size": 16, "out_hidden_size": 16, "num_heads": 2, "patch_size": 4,
               "intermediate_size": 16, "spatial_merge_size": 1, "deepstack_visual_indexes": [0]}  # fmt: skip
     config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=3)
-    model, ids = transformers.Qwen3VLForConditionalGeneration(config).eval(), torch.tensor([[5, 3, 3, 3, 3, 6]])
+    model, ids = (
+        transformers.Qwen3VLForConditionalGeneration(config).eval(),
+        torch.tensor([[5, 3, 3, 3, 3, 6]]),
+    )
     images = {"pixel_values": torch.randn(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     with pytest.raises(ValueError, match="adds features of images to the output of layers"):
         layer_logits(model, {"input_ids": ids, "mm_token_type_ids": (ids == 3).long(), **images})
@@ -63,7 +80,13 @@ def test_refuses_images_that_are_added_to_the_output_of_layers():
 
 
 def test_refuses_layers_that_take_turns_with_another_stack():
-    fields = TEXT | {"num_key_value_heads": 4, "head_dim": 8, "num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2}
+    fields = TEXT | {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "num_layers_per_stack": 2,
+        "H_cycles": 2,
+        "L_cycles": 2,
+    }
     del fields["num_hidden_layers"]
     model = build("HrmTextForCausalLM", fields)
     with pytest.raises(ValueError, match="do not run one after the other"):
@@ -73,12 +96,24 @@ def test_refuses_layers_that_take_turns_with_another_stack():
 @pytest.mark.parametrize(
     ("name", "stack"),
     [
-        ("AlbertForMaskedLM", "albert.encoder.albert_layer_groups"),  # one shared layer, called three times
-        ("XLNetForSequenceClassification", "transformer.layer"),  # hidden states reported in another layout
-        ("XLMWithLMHeadModel", "transformer.layer_norm2"),  # layers written out in the model's own forward
+        (
+            "AlbertForMaskedLM",
+            "albert.encoder.albert_layer_groups",
+        ),  # one shared layer, called three times
+        (
+            "XLNetForSequenceClassification",
+            "transformer.layer",
+        ),  # hidden states reported in another layout
+        (
+            "XLMWithLMHeadModel",
+            "transformer.layer_norm2",
+        ),  # layers written out in the model's own forward
         ("T5ForConditionalGeneration", "decoder.block"),
         ("BartForSequenceClassification", "model.decoder.layers"),  # beside a larger encoder
-        ("SqueezeBertForSequenceClassification", "transformer.encoder.layers"),  # calls `layer.forward`
+        (
+            "SqueezeBertForSequenceClassification",
+            "transformer.encoder.layers",
+        ),  # calls `layer.forward`
     ],
 )
 @torch.no_grad()
@@ -107,7 +142,9 @@ def test_a_decoder_is_the_stack_of_a_plain_encoder_decoder(depth):
     class Translator(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = nn.Transformer(8, 2, num_encoder_layers=3, num_decoder_layers=depth, dim_feedforward=8)
+            self.body = nn.Transformer(
+                8, 2, num_encoder_layers=3, num_decoder_layers=depth, dim_feedforward=8
+            )
             self.head = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
         def forward(self, source, target):
@@ -116,7 +153,10 @@ def test_a_decoder_is_the_stack_of_a_plain_encoder_decoder(depth):
                 hidden = linear(hidden)
             return hidden
 
-    model, batch = Translator().eval(), {"source": torch.randn(4, 2, 8), "target": torch.randn(5, 2, 8)}
+    model, batch = (
+        Translator().eval(),
+        {"source": torch.randn(4, 2, 8), "target": torch.randn(5, 2, 8)},
+    )
     assert find_layer_stack(model, batch).name == "body.decoder.layers"
 
 
@@ -147,7 +187,8 @@ def test_layers_may_lie_in_a_sequential_or_in_groups():
         found = find_layer_stack(model, {"x": x})
         assert (found.name, found.num_layers) == (name, 4)
         assert torch.equal(
-            layer_logits(model, {"x": x})[1], model.head(found.layers[1](found.layers[0](model.embed(x))))
+            layer_logits(model, {"x": x})[1],
+            model.head(found.layers[1](found.layers[0](model.embed(x)))),
         )
 
 

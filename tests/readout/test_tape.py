@@ -45,10 +45,26 @@ def test_writes_in_place_leave_the_record_and_its_gradients_intact():
 
 def test_a_model_may_write_into_its_inputs():
     """As Whisper masks its features, which the gradient of the first convolution needs."""
-    sizes = {"encoder_layers": 2, "decoder_layers": LAYERS, "d_model": 16, "vocab_size": 40, "num_mel_bins": 8}
-    sizes |= {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    sizes = {
+        "encoder_layers": 2,
+        "decoder_layers": LAYERS,
+        "d_model": 16,
+        "vocab_size": 40,
+        "num_mel_bins": 8,
+    }
+    sizes |= {
+        f"{part}_{what}": 2
+        for part in ("encoder", "decoder")
+        for what in ("attention_heads", "ffn_dim")
+    }
     sizes |= {"max_source_positions": 20, "max_target_positions": 20, "decoder_start_token_id": 3}
-    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "apply_spec_augment": True, "dropout": 0.0}
+    sizes |= {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "apply_spec_augment": True,
+        "dropout": 0.0,
+    }
     model = build("WhisperForConditionalGeneration", sizes).train()
     batch = {"input_features": torch.randn(4, 8, 40), "labels": torch.randint(5, 40, (4, 6))}
     readout, losses = Readout.probe(model, batch), []
@@ -61,9 +77,13 @@ def test_a_model_may_write_into_its_inputs():
     assert read.isfinite().all() and read.any()
 
 
-@pytest.mark.parametrize("name", ["XLMForSequenceClassification", "FlaubertForSequenceClassification"])
+@pytest.mark.parametrize(
+    "name", ["XLMForSequenceClassification", "FlaubertForSequenceClassification"]
+)
 def test_models_that_write_into_module_outputs_can_be_trained(name):
-    model = build(name, XLM | {"dropout": 0.0, "attention_dropout": 0.0, "summary_first_dropout": 0.0})
+    model = build(
+        name, XLM | {"dropout": 0.0, "attention_dropout": 0.0, "summary_first_dropout": 0.0}
+    )
     batch = batch_for(model)
     sum(logits.square().sum() for logits in layer_logits(model.train(), batch)).backward()
     gradient = model.transformer.layer_norm_emb.weight.grad.clone()
@@ -76,12 +96,26 @@ def test_models_that_write_into_module_outputs_can_be_trained(name):
 def test_a_model_may_put_others_into_a_modules_output():
     """As Qwen2-VL splits the features of its vision tower by image, in the place where the tower left them whole."""
     text = {name: size for name, size in DECODER.items() if name != "head_dim"}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 2],
+    }
     vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "patch_size": 4}
-    ids = {"image_token_id": 9, "video_token_id": 8, "vision_start_token_id": 7, "vision_end_token_id": 6}
-    model = build("Qwen2VLForConditionalGeneration", {"text_config": text, "vision_config": vision, **ids})
+    ids = {
+        "image_token_id": 9,
+        "video_token_id": 8,
+        "vision_start_token_id": 7,
+        "vision_end_token_id": 6,
+    }
+    model = build(
+        "Qwen2VLForConditionalGeneration", {"text_config": text, "vision_config": vision, **ids}
+    )
     batch = {"input_ids": torch.tensor([[5, 9, 20, 21], [5, 9, 22, 23]])}
-    batch |= {"pixel_values": torch.randn(8, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    batch |= {
+        "pixel_values": torch.randn(8, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * 2),
+    }
     batch["mm_token_type_ids"] = (batch["input_ids"] == 9).int()
     read, stack = layer_logits(model, batch), model.model.language_model
     for layer in (3, 2, 1):
@@ -112,7 +146,9 @@ def test_train_mode_draws_the_same_dropout_masks_as_the_model(bert):
     # Layer l with the mask that the model draws after its last layer: dropout applied by hand to the pooled output.
     torch.manual_seed(3)
     pooled_sizes = []
-    hook = model.dropout.register_forward_hook(lambda m, args, out: pooled_sizes.append(out / args[0]))
+    hook = model.dropout.register_forward_hook(
+        lambda m, args, out: pooled_sizes.append(out / args[0])
+    )
     model(**batch)
     hook.remove()
     mask = pooled_sizes[0].nan_to_num()  # [batch, width], 0 or 1 / (1 - p)
@@ -202,7 +238,10 @@ def test_record_holds_nothing_from_inside_layers(bert):
     readout = Readout.probe(bert, batch)
     alive.clear()
     held = []
-    with torch.no_grad(), readout.attach(lambda *_: held.append([ref() is not None for ref in alive])):
+    with (
+        torch.no_grad(),
+        readout.attach(lambda *_: held.append([ref() is not None for ref in alive])),
+    ):
         bert(**batch)
     handle.remove()
     assert held == [[False]] * LAYERS

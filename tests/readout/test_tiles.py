@@ -2,7 +2,18 @@ import copy
 
 import pytest
 import torch
-from naive_head import BATCH, HIDDEN, LAYERS, SEQ, VOCAB, WEIGHTS, LiveStorage, Watch, naive_sums, setting
+from naive_head import (
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    WEIGHTS,
+    LiveStorage,
+    Watch,
+    naive_sums,
+    setting,
+)
 from torch import nn
 
 from hf_descent.readout import tiles
@@ -17,7 +28,12 @@ def test_no_tensor_is_larger_than_a_tile(monkeypatch, softcap):
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": tile})
     with Watch() as watch:
         out = tiled_layer_losses(
-            hidden, labelled_tokens(labels, LAYERS - 1), norm, head, WEIGHTS, head_loss=HeadLoss(softcap=softcap)
+            hidden,
+            labelled_tokens(labels, LAYERS - 1),
+            norm,
+            head,
+            WEIGHTS,
+            head_loss=HeadLoss(softcap=softcap),
         )
         out.objective.backward()
     assert VOCAB * HIDDEN < watch.largest <= tile
@@ -36,7 +52,9 @@ def test_memory_grows_by_the_gradients_of_a_layers_tokens(monkeypatch, fraction)
         for _ in range(layers):
             states.append(states[-1] * 0.9)
         with LiveStorage() as live:
-            tiled_layer_losses(states[1:], tokens, norm, head, torch.ones(layers)).objective.backward()
+            tiled_layer_losses(
+                states[1:], tokens, norm, head, torch.ones(layers)
+            ).objective.backward()
         return live.peak
 
     gradient = 4 * fraction * batch * seq * hidden
@@ -65,12 +83,17 @@ def test_improbable_labels_keep_a_finite_loss():
         head.weight.mul_(1e4)
     expected = naive_sums(hidden, norm, head, labels)
     assert (expected > 1e3).any()
-    out = tiled_layer_losses(hidden, labelled_tokens(labels, LAYERS - 1), norm, head, WEIGHTS.float())
+    out = tiled_layer_losses(
+        hidden, labelled_tokens(labels, LAYERS - 1), norm, head, WEIGHTS.float()
+    )
     torch.testing.assert_close(out.sums, expected.detach())
 
 
 def test_sums_over_tokens_are_not_held_in_half_precision():
-    hidden, tokens = torch.full((1, 400, 4), 200.0, requires_grad=True), labelled_tokens(torch.zeros(1, 400).long())
+    hidden, tokens = (
+        torch.full((1, 400, 4), 200.0, requires_grad=True),
+        labelled_tokens(torch.zeros(1, 400).long()),
+    )
     head = nn.Linear(4, VOCAB, bias=False)
     with torch.no_grad():
         head.weight.zero_()[0] = -0.02  # the label is out of the question,
@@ -83,7 +106,9 @@ def test_sums_over_tokens_are_not_held_in_half_precision():
     torch.testing.assert_close(head.weight.grad, pushes[:, None].expand(-1, 4), rtol=1e-3, atol=1.0)
 
 
-@pytest.mark.parametrize("error", [None, TypeError, RuntimeError])  # before torch 2.9; in 2.9, and on ROCm
+@pytest.mark.parametrize(
+    "error", [None, TypeError, RuntimeError]
+)  # before torch 2.9; in 2.9, and on ROCm
 def test_products_are_added_in_full_precision_wherever_torch_can(monkeypatch, error):
     """Stands for devices that are not here; a CPU has no `out_dtype` at all."""
     addmm, taken = torch.addmm, []

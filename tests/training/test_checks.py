@@ -33,7 +33,10 @@ def fit(folder, model, data, eval_dataset=None, **keywords):
 @pytest.mark.parametrize("kind", [list, Dataset.from_list])
 @pytest.mark.parametrize(
     ("change", "found"),
-    [(lambda index, label: label + 3, r"has [345], .*num_labels"), (lambda index, label: -1, r"has -1, .*-100")],
+    [
+        (lambda index, label: label + 3, r"has [345], .*num_labels"),
+        (lambda index, label: -1, r"has -1, .*-100"),
+    ],
 )
 def test_labels_that_are_no_classes_of_the_model_are_refused(tmp_path, kind, change, found):
     with pytest.raises(ValueError, match=f"`labels`.* {found}") as error:
@@ -62,19 +65,39 @@ def test_labels_that_are_made_right_on_their_way_are_taken(tmp_path):
         return default_data_collator([{**row, "labels": row["labels"] - 1} for row in rows])
 
     def numbered(rows):
-        return {name: [int(x) for x in values] if name == "labels" else values for name, values in rows.items()}
+        return {
+            name: [int(x) for x in values] if name == "labels" else values
+            for name, values in rows.items()
+        }
 
     fit(tmp_path, bert(), relabelled(lambda index, label: label + 1), data_collator=from_one)
-    fit(tmp_path, bert(), Dataset.from_list(relabelled(lambda index, label: str(label))).with_transform(numbered))
-    fit(tmp_path, bert(num_labels=2), [{"input_ids": row["input_ids"], "label": row["labels"] > 0} for row in DATA])
+    fit(
+        tmp_path,
+        bert(),
+        Dataset.from_list(relabelled(lambda index, label: str(label))).with_transform(numbered),
+    )
+    fit(
+        tmp_path,
+        bert(num_labels=2),
+        [{"input_ids": row["input_ids"], "label": row["labels"] > 0} for row in DATA],
+    )
     fit(tmp_path, bert(), [{**row, "label": 9} for row in DATA])
     if is_torch_greater_or_equal("2.12"):  # from which on their loss has a gradient
         fit(tmp_path, bert(num_labels=1), relabelled(lambda index, label: label + 7))
-    some_wrong = Dataset.from_list(relabelled(lambda index, label: 3 if index < 6 else label)).shuffle(seed=0)
+    some_wrong = Dataset.from_list(
+        relabelled(lambda index, label: 3 if index < 6 else label)
+    ).shuffle(seed=0)
     fit(tmp_path, bert(), some_wrong.filter(lambda row: row["labels"] < 3))
     fit(tmp_path, bert(), some_wrong.sort("labels").select(range(18)))
-    scored = Dataset.from_list([{"input_ids": row["input_ids"], "label": 99} for row in DATA])  # of a text, no token
-    fit(tmp_path, llama(), scored, data_collator=DataCollatorForLanguageModeling(word_tokenizer(), mlm=False))
+    scored = Dataset.from_list(
+        [{"input_ids": row["input_ids"], "label": 99} for row in DATA]
+    )  # of a text, no token
+    fit(
+        tmp_path,
+        llama(),
+        scored,
+        data_collator=DataCollatorForLanguageModeling(word_tokenizer(), mlm=False),
+    )
 
 
 def test_rows_without_any_label_are_called_so(tmp_path, caplog):
@@ -100,7 +123,9 @@ def test_what_helps_a_constrained_layer_without_gradient(tmp_path, build):
     layers[2].requires_grad_(True)
     with pytest.raises(ValueError, match="layer 2 has no gradient.*set `constrained_layers`"):
         fit(tmp_path, model, data, settings={"constrained_layers": [2, 3]})
-    multipliers = fit(tmp_path, model, data, settings={"constrained_layers": [3]}).multipliers.values
+    multipliers = fit(
+        tmp_path, model, data, settings={"constrained_layers": [3]}
+    ).multipliers.values
     assert multipliers[2] > 0 and not multipliers[:2].any()
 
 
@@ -121,7 +146,9 @@ def test_a_loss_of_ones_own_takes_labels_that_the_model_s_does_not(tmp_path):
         ({"constrained_layers": [1, 4]}, "`constrained_layers` names layer 4"),
     ],
 )
-def test_layers_that_the_model_does_not_have_are_refused_when_the_trainer_is_made(tmp_path, given, found):
+def test_layers_that_the_model_does_not_have_are_refused_when_the_trainer_is_made(
+    tmp_path, given, found
+):
     with pytest.raises(ValueError, match=found):
         DescentTrainer(bert(num_layers=3), config(tmp_path, **given), train_dataset=DATA)
 

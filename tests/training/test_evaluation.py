@@ -41,15 +41,22 @@ def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path, obj
     model = bert().eval()
     with torch.no_grad():
         expected = naive_layer_losses(model, whole).tolist()
-    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+        expected, rel=1e-5
+    )
     assert "eval_feasible" in metrics
 
 
 def test_equal_losses_of_many_batches_are_not_less_in_the_mean():
-    totals, measured = LayerTotals(), MeasuredLosses(torch.full((2,), math.log(2)), torch.tensor(8), None, [])
+    totals, measured = (
+        LayerTotals(),
+        MeasuredLosses(torch.full((2,), math.log(2)), torch.tensor(8), None, []),
+    )
     for _ in range(12_800):  # in float32 1.7e-6 less, more than what is taken for rounding
         totals = totals.plus(measured)
-    assert (totals.sums[:, 0] / totals.sums[:, -1]).tolist() == pytest.approx([math.log(2)] * 32, rel=1e-7)
+    assert (totals.sums[:, 0] / totals.sums[:, -1]).tolist() == pytest.approx(
+        [math.log(2)] * 32, rel=1e-7
+    )
 
 
 def stock(tmp_path, model, rows, **arguments):
@@ -65,7 +72,12 @@ def evaluated_and_drawn(trainer):
 def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     """As truncated models and the entropy of the labels tell it; the loss, and all that is drawn, stay Trainer's."""
     rows, size = classification_data(250, pad=False), {"per_device_eval_batch_size": 8}
-    steps = {"max_steps": 90, "eval_strategy": "steps", "eval_steps": 30, "per_device_train_batch_size": 32}
+    steps = {
+        "max_steps": 90,
+        "eval_strategy": "steps",
+        "eval_steps": 30,
+        "per_device_train_batch_size": 32,
+    }
     args = config(tmp_path, objective="erm", **steps, **size)
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
     untrained = trainer.evaluate()
@@ -82,28 +94,47 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     size = {"per_device_eval_batch_size": 250}
     short = [stock(tmp_path, truncated(trainer.model, layer), rows, **size) for layer in (1, 2, 3)]
     losses = [each.evaluate()["eval_loss"] for each in short]
-    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(losses, rel=1e-5)
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+        losses, rel=1e-5
+    )
     frequencies = np.bincount([row["labels"] for row in rows]) / len(rows)
     heights = [math.log(-frequencies @ np.log(frequencies) / loss) for loss in losses]
     share = min(3 * heights[0] / heights[2], 3 / 2 * heights[1] / heights[2])
     assert metrics["eval_descent_share"] == pytest.approx(share, rel=1e-4)
-    assert metrics["eval_largest_rise"] == pytest.approx(max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4)
+    assert metrics["eval_largest_rise"] == pytest.approx(
+        max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4
+    )
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text().split("## Use")[0]
-    assert f"f_L = {losses[-1]:.4g}, the descent share is {share:.2f}" in card and "rise of the loss from" in card
+    assert (
+        f"f_L = {losses[-1]:.4g}, the descent share is {share:.2f}" in card
+        and "rise of the loss from" in card
+    )
     # No share where f_L is not shown to be below chance, on too few rows too, and no verdict on what was not asked.
-    assert "eval_layer_loss_1" in untrained and "eval_descent_share" not in untrained | trainer.evaluate(rows[:40])
+    assert (
+        "eval_layer_loss_1" in untrained
+        and "eval_descent_share" not in untrained | trainer.evaluate(rows[:40])
+    )
     assert not any("feasible" in name or "violation" in name for name in metrics)
     assert not any("layer" in name for name in trainer.predict(rows).metrics)
 
 
 def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_path):
     torch.manual_seed(0)
-    denoiser = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3, attention_step=0.5))
+    denoiser = UTForVideoDenoising(
+        UTConfig(hidden_size=16, num_hidden_layers=3, attention_step=0.5)
+    )
     frames = [{"pixel_values": frame, "labels": frame / 2} for frame in torch.rand(32, 4, 16)]
-    clean = [row | {"labels": row["pixel_values"]} for row in frames]  # what is given, or a constant, has no loss
-    alike, texts = [row | {"labels": torch.tensor(1)} for row in DATA_TEST], language_data(32, ragged=False)
-    for model, rows in zip((denoiser, denoiser, spread(bert()), spread(llama())), (frames, clean, alike, texts)):
+    clean = [
+        row | {"labels": row["pixel_values"]} for row in frames
+    ]  # what is given, or a constant, has no loss
+    alike, texts = (
+        [row | {"labels": torch.tensor(1)} for row in DATA_TEST],
+        language_data(32, ragged=False),
+    )
+    for model, rows in zip(
+        (denoiser, denoiser, spread(bert()), spread(llama())), (frames, clean, alike, texts)
+    ):
         trainer = DescentTrainer(model, config(tmp_path, objective="erm"), eval_dataset=rows)
         metrics = trainer.evaluate()
         assert trainer.evaluate_layers().metric == ("rmse" if model is denoiser else "accuracy")
@@ -146,10 +177,14 @@ def test_the_layers_of_plain_training_are_those_of_the_rows_that_trainer_evaluat
     """Whatever loader gives them; with the numbers of an objective that reads the layers itself."""
     found = []
     for objective in ("erm", "deep_supervision"):
-        trainer = OwnLoader(spread(bert()), config(tmp_path, objective=objective), eval_dataset=DATA_TEST)
+        trainer = OwnLoader(
+            spread(bert()), config(tmp_path, objective=objective), eval_dataset=DATA_TEST
+        )
         found.append(trainer.evaluate())
     names = [name for name in found[0] if "layer" in name or "rise" in name]
-    assert len(names) == 4 and found[0]["eval_loss"] == pytest.approx(found[0]["eval_layer_loss_3"], rel=1e-4)
+    assert len(names) == 4 and found[0]["eval_loss"] == pytest.approx(
+        found[0]["eval_layer_loss_3"], rel=1e-4
+    )
     assert [found[0][name] for name in names] == [found[1][name] for name in names]
 
 
@@ -158,10 +193,22 @@ def test_a_collator_that_draws_by_itself_draws_for_plain_training_as_for_trainer
     rows, found = classification_data(24, pad=False), []
     for trainer_class in (Trainer, DescentTrainer):
         own = {"size": (8,), "generator": torch.Generator().manual_seed(1)}
-        collate = lambda rows, own=own: default_data_collator(rows) | {"labels": torch.randint(3, **own)}  # noqa: E731
-        trainer = trainer_class(bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+
+        def collate(rows, own=own):
+            return default_data_collator(rows) | {"labels": torch.randint(3, **own)}
+
+        trainer = trainer_class(
+            bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate
+        )
         trainer.train()
-        found.append([log[name] for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log])
+        found.append(
+            [
+                log[name]
+                for log in trainer.state.log_history
+                for name in ("loss", "eval_loss")
+                if name in log
+            ]
+        )
     assert found[0] == found[1] and len(found[0]) == 6
 
 
@@ -190,7 +237,9 @@ def test_a_loss_of_ones_own_gets_the_items_wherever_layers_are_evaluated(tmp_pat
     trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST, layer_loss_fn=total)
     expected = [trainer.evaluate()[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
     np.testing.assert_allclose(trainer.evaluate_layers().losses, expected, rtol=1e-5)
-    assert trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0] == pytest.approx(expected[-1], rel=1e-5)
+    assert trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0] == pytest.approx(
+        expected[-1], rel=1e-5
+    )
 
 
 def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
@@ -198,7 +247,9 @@ def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
         batch = default_data_collator(rows)
         return {name: torch.cat([tensor, tensor.flip(0), tensor]) for name, tensor in batch.items()}
 
-    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST[:10], data_collator=windows)
+    trainer = DescentTrainer(
+        bert(), config(tmp_path), eval_dataset=DATA_TEST[:10], data_collator=windows
+    )
     loss = trainer.evaluate()["eval_loss"]
     with torch.no_grad():
         expected = bert().eval()(**windows(DATA_TEST[:10])).loss.item()
@@ -220,12 +271,19 @@ def test_the_metric_suits_the_task(tmp_path, task):
     else:
         expected = ((logits > 0) == (labels == 1)).float().mean().item()
     assert trainer.evaluate_layers().values[-1] == pytest.approx(expected, rel=1e-5)
-    assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_numbers_for_images_are_a_regression_before_the_model_knows(tmp_path):
     rows = [{"pixel_values": torch.rand(3, 8, 8), "labels": torch.rand(())} for _ in range(8)]
-    assert DescentTrainer(vit(num_labels=1), config(tmp_path), eval_dataset=rows).evaluate_layers().metric == "rmse"
+    assert (
+        DescentTrainer(vit(num_labels=1), config(tmp_path), eval_dataset=rows)
+        .evaluate_layers()
+        .metric
+        == "rmse"
+    )
 
 
 def test_tokens_are_no_regression_whatever_the_number_of_labels_says(tmp_path):
@@ -242,14 +300,19 @@ def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
 
 
 def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):
-    rows = [{"words": row["input_ids"].tolist(), "labels": row["labels"]} for row in classification_data(12)]
+    rows = [
+        {"words": row["input_ids"].tolist(), "labels": row["labels"]}
+        for row in classification_data(12)
+    ]
 
     def collate(rows):
         ids = torch.tensor([row["words"] for row in rows])
         return {"input_ids": ids, "labels": torch.tensor([int(row["labels"]) for row in rows])}
 
     args = config(tmp_path, remove_unused_columns=False, eval_gammas=[0.0], noise_sigma=1.0)
-    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+    trainer = DescentTrainer(
+        bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate
+    )
     loss = trainer.evaluate()["eval_loss"]
     assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)
     assert trainer.evaluate_robustness().losses[0, 0] == pytest.approx(loss, rel=1e-5)
@@ -261,7 +324,9 @@ def test_one_of_several_evaluation_sets_is_named(tmp_path):
     metrics = trainer.evaluate()
     profile = trainer.evaluate_layers("a")
     assert profile.losses[-1] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
-    assert profile.to_dict()["max_violation"] == pytest.approx(metrics["eval_a_max_violation"], abs=1e-6)
+    assert profile.to_dict()["max_violation"] == pytest.approx(
+        metrics["eval_a_max_violation"], abs=1e-6
+    )
     noisy = layer_profile(bert(), DATA[:16], gamma=2.0, sigma=1.0, batch_size=8)
     assert trainer.evaluate_layers("a", gamma=2.0).losses.tolist() == noisy.losses.tolist()
     curve = trainer.evaluate_robustness("b", gammas=[0.0])
@@ -272,12 +337,16 @@ def test_one_of_several_evaluation_sets_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "gammas", [np.linspace(0, 1, 3), torch.linspace(0, 1, 3), range(2), {0.0, 1.0}, 0.5, np.float32(0.5), 0]
+    "gammas",
+    [np.linspace(0, 1, 3), torch.linspace(0, 1, 3), range(2), {0.0, 1.0}, 0.5, np.float32(0.5), 0],
 )
 def test_noise_levels_are_taken_as_one_number_or_several(tmp_path, gammas):
     trainer = DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA[:8])
     plain = np.atleast_1d(sorted(gammas) if isinstance(gammas, set) else gammas).tolist()
-    assert trainer.evaluate_robustness(gammas=gammas).to_dict() == trainer.evaluate_robustness(gammas=plain).to_dict()
+    assert (
+        trainer.evaluate_robustness(gammas=gammas).to_dict()
+        == trainer.evaluate_robustness(gammas=plain).to_dict()
+    )
     for profile, level in zip(layer_profiles(bert(), DATA[:8], gammas), plain, strict=True):
         assert profile.gamma == level
 
@@ -286,7 +355,9 @@ def test_the_levels_of_a_perturbation_are_not_those_of_the_noise(tmp_path):
     args = config(tmp_path, noise_gamma=0.5, noise_sigma=1.0, eval_gammas=[0.0, 1.0])
     trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8])
     of_noise = trainer.evaluate_robustness()
-    masked = trainer.evaluate_robustness(gammas=[0.0, 0.9], perturbation=lambda row, rate, generator: row)
+    masked = trainer.evaluate_robustness(
+        gammas=[0.0, 0.9], perturbation=lambda row, rate, generator: row
+    )
     assert (of_noise.gamma_train, masked.gamma_train) == (0.5, None)
     trainer.save_model()
     trainer.create_model_card()
@@ -294,11 +365,14 @@ def test_the_levels_of_a_perturbation_are_not_those_of_the_noise(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gammas", "message"), [(None, "set `eval_gammas`"), ([], r"`gammas` is \[\]"), ("all", "`gammas` is 'all'")]
+    ("gammas", "message"),
+    [(None, "set `eval_gammas`"), ([], r"`gammas` is \[\]"), ("all", "`gammas` is 'all'")],
 )
 def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
     with pytest.raises(ValueError, match=message):
-        DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA).evaluate_robustness(None, gammas)
+        DescentTrainer(
+            bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA
+        ).evaluate_robustness(None, gammas)
 
 
 @pytest.mark.parametrize("objective", ["erm", "descent"])
@@ -308,11 +382,18 @@ def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_p
     data = language_data(8, ragged=False)
     args = config(tmp_path, objective=objective, label_smoothing_factor=0.1, noise_sigma=1.0)
     trainer = DescentTrainer(model, args, eval_dataset=data)
-    measured = [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
+    measured = [
+        trainer.evaluate_layers().losses[-1],
+        trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0],
+    ]
     batch = default_data_collator(data)
     with torch.no_grad():
-        logits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]  # [batch, seq - 1, vocab]
-    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+        logits = model.eval()(input_ids=batch["input_ids"]).logits[
+            :, :-1
+        ]  # [batch, seq - 1, vocab]
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1
+    )
     assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
@@ -329,7 +410,9 @@ def test_rows_without_labels_do_not_decide_which_labels_count_later(tmp_path):
     rows = [{name: value for name, value in row.items() if name != "labels"} for row in data]
     args, losses = config(tmp_path, per_device_eval_batch_size=2), []
     for first in ([], rows):
-        trainer = DescentTrainer(model, args, readout=lambda model, hidden, inputs: model.lm_head(hidden))
+        trainer = DescentTrainer(
+            model, args, readout=lambda model, hidden, inputs: model.lm_head(hidden)
+        )
         if first:
             trainer.predict(first)
         losses.append(trainer.evaluate(data)["eval_loss"])
@@ -338,20 +421,29 @@ def test_rows_without_labels_do_not_decide_which_labels_count_later(tmp_path):
 
 def multiplied(outputs, labels, num_items_in_batch=None):
     logits = outputs["logits"]
-    return F.cross_entropy(logits @ torch.eye(3, dtype=logits.dtype), labels)  # a product that autocast would round
+    return F.cross_entropy(
+        logits @ torch.eye(3, dtype=logits.dtype), labels
+    )  # a product that autocast would round
 
 
 @pytest.mark.parametrize("loss", [None, multiplied])
-def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(tmp_path, loss):
+def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(
+    tmp_path, loss
+):
     """That of the model alone: losses and metrics are computed as `evaluate` does, on its float32 logits."""
     data, losses = classification_data(16), []
     args = config(tmp_path, bf16=True, noise_sigma=1.0)
     trainer = DescentTrainer(spread(bert()), args, eval_dataset=data, layer_loss_fn=loss)
     for _ in range(2):
-        losses += [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
+        losses += [
+            trainer.evaluate_layers().losses[-1],
+            trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0],
+        ]
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses == pytest.approx([losses[2]] * 6, rel=1e-6)
-    assert losses[0] != pytest.approx(layer_profile(spread(bert()), data).losses[-1], rel=1e-4)  # single precision
+    assert losses[0] != pytest.approx(
+        layer_profile(spread(bert()), data).losses[-1], rel=1e-4
+    )  # single precision
 
 
 @pytest.mark.parametrize("loss_only", [True, False])

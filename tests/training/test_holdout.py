@@ -67,19 +67,27 @@ def test_held_out_rows_are_not_trained_on_and_cost_one_forward_in_several_steps(
     calls = []
     model = bert()
     model.register_forward_pre_hook(
-        lambda module, args, given: calls.append((module.training, torch.is_grad_enabled(), given["input_ids"])),
+        lambda module, args, given: calls.append(
+            (module.training, torch.is_grad_enabled(), given["input_ids"])
+        ),
         with_kwargs=True,
     )
-    args = config(tmp_path, dual_holdout=0.5, per_device_train_batch_size=42, max_steps=5 * DUAL_EVERY)
+    args = config(
+        tmp_path, dual_holdout=0.5, per_device_train_batch_size=42, max_steps=5 * DUAL_EVERY
+    )
     DescentTrainer(model, args, train_dataset=DATA).train()
-    calls = calls[[is_training for is_training, *_ in calls].index(True) :]  # the first ones look for the layers
+    calls = calls[
+        [is_training for is_training, *_ in calls].index(True) :
+    ]  # the first ones look for the layers
     rows = {True: [], False: []}
     for is_training, has_gradient, ids in calls:
         assert is_training == has_gradient
         rows[is_training].append([key(row) for row in ids])
     assert len(rows[True]) == 5 * DUAL_EVERY and len(rows[False]) == 5
     trained, held_out = ({row for batch in rows[mode] for row in batch} for mode in (True, False))
-    assert not trained & held_out and len(trained) == len(held_out) == 210  # each turn reads other rows
+    assert (
+        not trained & held_out and len(trained) == len(held_out) == 210
+    )  # each turn reads other rows
     assert trained | held_out == {key(row["input_ids"]) for row in DATA}
 
 
@@ -89,7 +97,10 @@ def test_a_data_loader_of_ones_own_may_not_train_on_held_out_rows(tmp_path):
             return self.accelerator.prepare(DataLoader(DATA, 42, collate_fn=default_data_collator))
 
     trainer = Own(bert(), config(tmp_path, dual_holdout=0.5, max_steps=2), train_dataset=DATA)
-    with pytest.raises(ValueError, match="`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dat"):
+    with pytest.raises(
+        ValueError,
+        match="`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dat",
+    ):
         trainer.train()
 
 
@@ -103,7 +114,9 @@ def test_held_out_rows_cost_less_than_a_twentieth_of_a_step(tmp_path):
             DescentTrainer(bert(num_layers=6), args, train_dataset=DATA).train()
         return counter.get_total_flops()
 
-    plain, held_out = (operations(3 * DUAL_EVERY, share) - operations(DUAL_EVERY, share) for share in (None, 0.5))
+    plain, held_out = (
+        operations(3 * DUAL_EVERY, share) - operations(DUAL_EVERY, share) for share in (None, 0.5)
+    )
     assert 1.02 < held_out / plain < 1.05
 
 
@@ -117,12 +130,17 @@ class NaiveDuals(TrainerCallback):
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         if state.global_step % 8:
             return
-        rows = [self.rows[index % len(self.rows)] for index in range(self.turn * 8, self.turn * 8 + 8)]
+        rows = [
+            self.rows[index % len(self.rows)] for index in range(self.turn * 8, self.turn * 8 + 8)
+        ]
         self.turn += 1
         with torch.no_grad():
             losses = naive_layer_losses(model.eval(), next(batches(rows))).double().numpy()
         decay = 0.98**8
-        self.average, self.weight = decay * self.average + (1 - decay) * losses, decay * self.weight + 1 - decay
+        self.average, self.weight = (
+            decay * self.average + (1 - decay) * losses,
+            decay * self.weight + 1 - decay,
+        )
         violations = losses - (1 - self.alpha) * np.array([1.0, *losses[:-1]])
         for _ in range(8):
             self.values = np.maximum(self.values + self.rate * violations, 0)
@@ -141,7 +159,9 @@ def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
     logged = trainer.state.log_history[-2]
     average = naive.average / naive.weight
     violations = average - 0.9 * np.array([1.0, *average[:-1]])
-    assert [logged[f"violation_{layer}"] for layer in (1, 2, 3)] == pytest.approx(violations.tolist(), abs=1e-5)
+    assert [logged[f"violation_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
+        violations.tolist(), abs=1e-5
+    )
     assert logged["layer_loss_3"] == logged["loss"]  # of training
     trainer.save_model()
     summary = RunFolder(args.output_dir).summary
@@ -150,7 +170,12 @@ def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
 
 
 def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
-    settings = {"max_steps": 20, "initial_loss_bound": 0.8, "save_strategy": "steps", "save_steps": 11}
+    settings = {
+        "max_steps": 20,
+        "initial_loss_bound": 0.8,
+        "save_strategy": "steps",
+        "save_steps": 11,
+    }
     args = config(tmp_path / "share", dual_holdout=0.5, **settings)
     share = DescentTrainer(bert(), args, train_dataset=DATA)
     share.train()
@@ -161,7 +186,9 @@ def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
     collate = DataCollatorWithPadding(word_tokenizer())
     for resumed in (None, True):
         args = config(tmp_path / "own", **settings)
-        own = DescentTrainer(bert(), args, train_dataset=trained, dual_dataset=given, data_collator=collate)
+        own = DescentTrainer(
+            bert(), args, train_dataset=trained, dual_dataset=given, data_collator=collate
+        )
         own.train(resume_from_checkpoint=resumed and str(tmp_path / "own" / "checkpoint-11"))
         assert own.multipliers.values.any()
         assert_equal_runs(own, share)
@@ -171,7 +198,10 @@ def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
     own.evaluate(classification_data(80, seed=1))
     own.create_model_card()
     card = (tmp_path / "own" / "README.md").read_text()
-    assert "210 rows to train the weights on; 210 others, a data set of their own (`dual_dataset`), moved" in card
+    assert (
+        "210 rows to train the weights on; 210 others, a data set of their own (`dual_dataset`), moved"
+        in card
+    )
     assert "none were evaluated in training, to choose by; the verdict is on 80 items." in card
 
 
@@ -189,19 +219,31 @@ def test_rows_of_their_own_that_cannot_serve_are_refused(tmp_path, given, told):
 
 def plain(rows):
     """Lists of numbers, as `datasets` keeps them."""
-    return Dataset.from_list([{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in rows])
+    return Dataset.from_list(
+        [{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in rows]
+    )
 
 
 FRESH = classification_data(300, seed=1)
 
 
 @pytest.mark.parametrize(("part", "kind"), [("train", list), ("train", plain), ("second", plain)])
-def test_rows_of_their_own_may_not_be_in_another_part_but_for_a_few_duplicates(tmp_path, part, kind):
+def test_rows_of_their_own_may_not_be_in_another_part_but_for_a_few_duplicates(
+    tmp_path, part, kind
+):
     for shared in (3, 4):  # of 300 rows 1 % are let through
         rows = DATA[:shared] + FRESH[shared:]
-        sets = {"first": classification_data(9, seed=2), "second": plain(DATA[100:] + rows[:shared])}
-        given = {"train_dataset": DATA if part == "train" else classification_data(99, seed=3), "eval_dataset": sets}
-        trainer = DescentTrainer(bert(), config(tmp_path, max_steps=1), dual_dataset=kind(rows), **given)
+        sets = {
+            "first": classification_data(9, seed=2),
+            "second": plain(DATA[100:] + rows[:shared]),
+        }
+        given = {
+            "train_dataset": DATA if part == "train" else classification_data(99, seed=3),
+            "eval_dataset": sets,
+        }
+        trainer = DescentTrainer(
+            bert(), config(tmp_path, max_steps=1), dual_dataset=kind(rows), **given
+        )
         if shared == 3:
             trainer.train()
             continue
@@ -214,9 +256,15 @@ def test_rows_of_their_own_may_not_be_in_another_part_but_for_a_few_duplicates(t
 def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     chosen = plain(DATA[:7] + FRESH[:13])
     trainer = trained(
-        bert(), config(tmp_path, max_steps=1), train_dataset=plain(DATA), eval_dataset=chosen, dual_dataset=FRESH[20:]
+        bert(),
+        config(tmp_path, max_steps=1),
+        train_dataset=plain(DATA),
+        eval_dataset=chosen,
+        dual_dataset=FRESH[20:],
     )
-    told = [record.getMessage() for record in caplog.records if "are fitted to" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "are fitted to" in record.getMessage()
+    ]
     assert len(told) == 1 and "7 of 20 rows of `eval_dataset` (35.0%)" in told[0]
     caplog.clear()
     trainer.evaluate(FRESH[:20])
@@ -225,12 +273,16 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     trainer.predict(chosen)
     assert trainer._record.certificate.also_selected
     before = trainer._record.certificate
-    trainer.predict([{name: value for name, value in row.items() if name != "labels"} for row in FRESH])
+    trainer.predict(
+        [{name: value for name, value in row.items() if name != "labels"} for row in FRESH]
+    )
     assert trainer._record.certificate is before  # such rows say nothing
     for measure in (trainer.evaluate, trainer.evaluate_layers):
         caplog.clear()
         measure(DATA[:1] + FRESH[:29])
-        assert "10 of 30 rows of `eval_dataset`" in caplog.text  # one of training, and nine that moved the multipliers
+        assert (
+            "10 of 30 rows of `eval_dataset`" in caplog.text
+        )  # one of training, and nine that moved the multipliers
         assert trainer._record.certificate.also_selected
         measure()
         assert trainer._record.certificate.also_selected
@@ -243,15 +295,24 @@ def test_a_model_that_is_only_evaluated_is_judged_by_each_set_alone(tmp_path):
     found = []
     for names in (["balanced", "skewed"], ["skewed", "balanced"]):
         args = config(tmp_path, descent_alpha="line", initial_loss_bound="auto")
-        trainer = DescentTrainer(spread(bert()), args, eval_dataset={name: sets[name] for name in names})
-        found.append({name: trainer.evaluate(name) | {"f_0": trainer.problem.initial_loss_bound} for name in names})
+        trainer = DescentTrainer(
+            spread(bert()), args, eval_dataset={name: sets[name] for name in names}
+        )
+        found.append(
+            {
+                name: trainer.evaluate(name) | {"f_0": trainer.problem.initial_loss_bound}
+                for name in names
+            }
+        )
     for name, other in (("balanced", "skewed"), ("skewed", "balanced")):
         bounds = [metrics[name]["f_0"] for metrics in found]
         assert bounds[0] == bounds[1] != pytest.approx(found[0][other]["f_0"], rel=1e-3)
         assert len({metrics[name]["eval_max_violation"] for metrics in found}) == 1
 
 
-@pytest.mark.parametrize("fresh", [300, 20])  # so that of the rows of both sets 1 % are of training, or many more
+@pytest.mark.parametrize(
+    "fresh", [300, 20]
+)  # so that of the rows of both sets 1 % are of training, or many more
 def test_of_several_evaluation_sets_each_is_judged_by_its_own_rows(tmp_path, fresh):
     sets = {"fresh": FRESH[:fresh], "trained": DATA[:3]}
     trainer = trained(bert(), config(tmp_path, max_steps=1), train_dataset=DATA, eval_dataset=sets)
@@ -270,16 +331,31 @@ def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
     for rows, also_selected in ((FRESH, False), (DATA, True)):
         profile = trainer.evaluate_layers(rows)
         profile.to_json(str(tmp_path / "profile.json"))
-        for verdict in (profile.certificate(), LayerProfile.from_json(str(tmp_path / "profile.json")).certificate()):
-            assert str(verdict) == str(trainer._record.certificate) and verdict.also_selected == also_selected
+        for verdict in (
+            profile.certificate(),
+            LayerProfile.from_json(str(tmp_path / "profile.json")).certificate(),
+        ):
+            assert (
+                str(verdict) == str(trainer._record.certificate)
+                and verdict.also_selected == also_selected
+            )
             assert verdict.multipliers == trainer.multipliers.values.tolist()
     # Those of the training are of other rows: layer 1's is no multiplier of the exit.
-    verdict = trainer.evaluate_layers(problem=DescentProblem(None, 1.0, 3, exit_targets={1: 0.5})).certificate()
+    verdict = trainer.evaluate_layers(
+        problem=DescentProblem(None, 1.0, 3, exit_targets={1: 0.5})
+    ).certificate()
     assert verdict.rows == ["exit_1"] and verdict.multipliers is None
     trainer = trained(
-        bert(), config(tmp_path, max_steps=1, descent_alpha=None, exit_targets={1: 0.5}), train_dataset=DATA
+        bert(),
+        config(tmp_path, max_steps=1, descent_alpha=None, exit_targets={1: 0.5}),
+        train_dataset=DATA,
     )
-    assert trainer.evaluate_layers(FRESH, problem=DescentProblem(0.3, 1.0, 3)).certificate().multipliers is None
+    assert (
+        trainer.evaluate_layers(FRESH, problem=DescentProblem(0.3, 1.0, 3))
+        .certificate()
+        .multipliers
+        is None
+    )
 
 
 def test_rows_that_chose_settings_in_a_search_are_no_longer_fresh(tmp_path):
@@ -296,9 +372,14 @@ def test_rows_that_chose_settings_in_a_search_are_no_longer_fresh(tmp_path):
 
 
 def test_the_training_data_itself_is_told_whatever_kind_it_is(tmp_path):
-    rows, fresh = torch.utils.data.Subset(DATA, range(100)), torch.utils.data.Subset(FRESH, range(100))
+    rows, fresh = (
+        torch.utils.data.Subset(DATA, range(100)),
+        torch.utils.data.Subset(FRESH, range(100)),
+    )
     for evaluated, given in ((fresh, rows), (rows, None)):
-        trainer = DescentTrainer(bert(), config(tmp_path, max_steps=1), train_dataset=rows, eval_dataset=evaluated)
+        trainer = DescentTrainer(
+            bert(), config(tmp_path, max_steps=1), train_dataset=rows, eval_dataset=evaluated
+        )
         trainer.evaluate(given)
         assert not trainer._record.certificate.also_selected
         trainer.train()
@@ -318,12 +399,20 @@ class Counted(list):
         return super().__getitem__(index)
 
 
-def test_of_many_rows_some_are_looked_at_and_of_rows_that_cost_something_none(tmp_path, monkeypatch):
+def test_of_many_rows_some_are_looked_at_and_of_rows_that_cost_something_none(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("hf_descent.training.holdout.MOST_ROWS", 200)
     trainer = DescentTrainer(bert(), config(tmp_path))
     keys = row_keys(trainer, Counted(DATA))
-    as_lists = [{"input_ids": row["input_ids"].tolist()} for row in DATA]  # whose keys are those of the tensors
-    all_keys = {key for start in range(0, len(DATA), 200) for key in row_keys(trainer, as_lists[start : start + 200])}
+    as_lists = [
+        {"input_ids": row["input_ids"].tolist()} for row in DATA
+    ]  # whose keys are those of the tensors
+    all_keys = {
+        key
+        for start in range(0, len(DATA), 200)
+        for key in row_keys(trainer, as_lists[start : start + 200])
+    }
     assert Counted.reads == 201 and len(set(keys)) == 200 and set(keys) <= all_keys
     assert row_keys(trainer, plain(DATA)) == keys
     stream, part = Stream(iter(DATA)), torch.utils.data.Subset(DATA, range(9))
@@ -351,14 +440,20 @@ def test_large_rows_are_compared_by_some_of_their_numbers(tmp_path):
     assert not {*keys} & {*row_keys(trainer, [{"pixel_values": image} for image in few])}
     texts = torch.arange(2)[:, None] * torch.arange(32_767).eq(20_000)  # that differ by one token
     assert len({*row_keys(trainer, [{"pixel_values": text} for text in texts])}) == 2
-    forms = [{"input_ids": [1, 2], "pixel_values": [number]} for number in (1.0, 2.0)]  # one text, two images
+    forms = [
+        {"input_ids": [1, 2], "pixel_values": [number]} for number in (1.0, 2.0)
+    ]  # one text, two images
     for given in (forms, Dataset.from_list(forms)):
         first, second = row_keys(reader := DescentTrainer(bert(), config(tmp_path)), given)
         assert first != second
-    texts = [{"input_ids": [number]} for number in range(9)]  # the first row does not tell what others have
+    texts = [
+        {"input_ids": [number]} for number in range(9)
+    ]  # the first row does not tell what others have
     assert row_keys(reader, forms + texts)[2:] == row_keys(reader, texts)
     encoded = [{"bytes": text, "path": None} for text in (b"not", b"an", b"image", b"not")]
-    keys = row_keys(trainer, Dataset.from_dict({"pixel_values": encoded}, Features({"pixel_values": Image()})))
+    keys = row_keys(
+        trainer, Dataset.from_dict({"pixel_values": encoded}, Features({"pixel_values": Image()}))
+    )
     assert len(keys) == 4 and len({*keys}) == 3  # nothing is decoded
 
 
@@ -368,8 +463,17 @@ def classifier(args):
 
 def translator(args):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+    sizes = {
+        "vocab_size": 40,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 3,
+        "num_heads": 2,
+    }
+    model = T5ForConditionalGeneration(
+        T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0)
+    )
     ids = [row["input_ids"].tolist() for row in DATA]
     rows = [{"input_ids": row, "labels": row[: 3 + index % 5]} for index, row in enumerate(ids)]
     args = Seq2SeqDescentConfig.from_training_arguments(args)
@@ -377,7 +481,9 @@ def translator(args):
 
 
 def packed_tuner(args):
-    args = SFTDescentConfig.from_training_arguments(args, max_length=12, packing=True, eval_packing=False)
+    args = SFTDescentConfig.from_training_arguments(
+        args, max_length=12, packing=True, eval_packing=False
+    )
     data = Dataset.from_dict({"text": texts(500)})
     return SFTDescentTrainer(tuned_llama(), args, train_dataset=data, processing_class=TOKENIZER)
 
@@ -396,7 +502,9 @@ def test_what_moves_the_multipliers_is_the_evaluation_of_the_held_out_rows(tmp_p
         held_out = trainer.train_dataset.select(held_out.indices)
     metrics = trainer.evaluate(held_out)
     layers = range(1, len(found) + 1)
-    assert found == pytest.approx([metrics[f"eval_layer_loss_{layer}"] for layer in layers], rel=1e-5)
+    assert found == pytest.approx(
+        [metrics[f"eval_layer_loss_{layer}"] for layer in layers], rel=1e-5
+    )
 
 
 def test_held_out_rows_are_read_in_batches_of_the_size_that_was_found(tmp_path, monkeypatch):
@@ -444,14 +552,18 @@ def test_resumed_equals_straight(tmp_path):
     }  # fmt: skip
     runs = []
     for checkpoint in (None, str(tmp_path / "checkpoint-11")):
-        trainer = DescentTrainer(bert(dropout=0.2), config(tmp_path, **settings), train_dataset=DATA)
+        trainer = DescentTrainer(
+            bert(dropout=0.2), config(tmp_path, **settings), train_dataset=DATA
+        )
         trainer.train(resume_from_checkpoint=checkpoint)
         runs.append(trainer)
     straight, resumed = runs
     assert straight.multipliers.values.any()
     assert_equal_runs(straight, resumed)
     assert summary_of(straight)["dual_layer_losses"] == summary_of(resumed)["dual_layer_losses"]
-    changed = DescentTrainer(bert(), config(tmp_path, **settings | {"dual_holdout": 0.48}), train_dataset=DATA)
+    changed = DescentTrainer(
+        bert(), config(tmp_path, **settings | {"dual_holdout": 0.48}), train_dataset=DATA
+    )
     with pytest.raises(ValueError, match="dual_holdout"):
         changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
 
@@ -487,7 +599,11 @@ def test_micro_batches_of_held_out_rows_have_noise_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "share", "told"),
-    [(DATA, 0.4, "of 420 is 168 rows"), (Stream(iter(DATA)), 0.5, "of a stream is 0"), (DATA, 0.6, "0.5")],
+    [
+        (DATA, 0.4, "of 420 is 168 rows"),
+        (Stream(iter(DATA)), 0.5, "of a stream is 0"),
+        (DATA, 0.6, "0.5"),
+    ],
 )
 def test_what_is_no_share_of_rows_is_refused(tmp_path, rows, share, told):
     with pytest.raises(ValueError, match=f"`dual_holdout`.*{told}"):

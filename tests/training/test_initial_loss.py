@@ -17,7 +17,13 @@ def measured(folder, model, data, collator=default_data_collator, **settings):
     """The loss at chance after a step of training, and the trainer."""
     args = config(
         folder,
-        **{"max_steps": 1, "descent_alpha": 0.1, "initial_loss_bound": "auto", "dual_warmup_steps": 1, **settings},
+        **{
+            "max_steps": 1,
+            "descent_alpha": 0.1,
+            "initial_loss_bound": "auto",
+            "dual_warmup_steps": 1,
+            **settings,
+        },
     )
     trainer = trained(model, args, train_dataset=data, data_collator=collator)
     return trainer.problem.chance_loss, trainer
@@ -45,10 +51,14 @@ def test_the_labels_are_the_collator_s_and_of_all_parts_of_the_data(tmp_path):
     found, trainer = measured(tmp_path, bert(), rows_of_classes(10_000), collate)
     assert found == trainer.problem.initial_loss_bound == pytest.approx(ENTROPY, rel=0.03)
     assert 2_000 < sum(seen) <= 2_000 + 3 * 8  # the rest by the step of training
-    assert measured(tmp_path, bert(), rows_of_classes(500), collate)[0] == pytest.approx(ENTROPY, rel=0.005)
+    assert measured(tmp_path, bert(), rows_of_classes(500), collate)[0] == pytest.approx(
+        ENTROPY, rel=0.005
+    )
     # A model that is only evaluated: from the data that it is evaluated on.
     even = [{**row, "labels": index % 3} for index, row in enumerate(classification_data(300))]
-    evaluating = DescentTrainer(bert(), config(tmp_path, descent_alpha=0.1, initial_loss_bound="auto"))
+    evaluating = DescentTrainer(
+        bert(), config(tmp_path, descent_alpha=0.1, initial_loss_bound="auto")
+    )
     evaluating.evaluate(even)
     assert evaluating.problem.chance_loss == pytest.approx(math.log(3), rel=1e-3)
 
@@ -66,7 +76,10 @@ def test_a_vocabulary_is_measured_on_many_labels(tmp_path):
 
 def test_data_that_can_be_read_only_once_needs_a_number(tmp_path):
     rows = rows_of_classes(400)
-    assert measured(tmp_path, bert(), Stream(rows))[0] == measured(tmp_path, bert(), Stream(rows[:]))[0]
+    assert (
+        measured(tmp_path, bert(), Stream(rows))[0]
+        == measured(tmp_path, bert(), Stream(rows[:]))[0]
+    )
     assert measured(tmp_path, bert(), Stream(rows))[0] == pytest.approx(ENTROPY, rel=0.01)
     with pytest.raises(ValueError, match="read only once.*set it to the loss"):
         measured(tmp_path, bert(), Stream(iter(rows)))
@@ -82,7 +95,12 @@ def test_training_draws_as_if_nothing_had_been_measured(tmp_path, monkeypatch, s
 
     def losses():
         model = BertForMaskedLM(bert(num_layers=2, dropout=0.1).config)
-        settings = {"max_steps": 4, "logging_steps": 1, "initial_loss_bound": 3.0, "noise_gamma": 0.5}
+        settings = {
+            "max_steps": 4,
+            "logging_steps": 1,
+            "initial_loss_bound": 3.0,
+            "noise_gamma": 0.5,
+        }
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=seed)
         rows = [{"input_ids": row["input_ids"]} for row in classification_data(40)]
         found, trainer = measured(tmp_path, model, rows, collator, **settings)
@@ -109,8 +127,13 @@ def test_the_loss_at_chance_of_a_denoiser_is_that_of_its_noisy_input(tmp_path, g
 
     seen = []
     sigma = clean.std().item() if gamma == 0 else model.config.noise_sigma
-    with EmbeddingNoise(model, gamma, seed=1, sigma=sigma), torch.no_grad():  # a later hook sees what it adds
-        handle = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    with (
+        EmbeddingNoise(model, gamma, seed=1, sigma=sigma),
+        torch.no_grad(),
+    ):  # a later hook sees what it adds
+        handle = model.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+        )
         model(pixel_values=given, labels=clean)
     handle.remove()
     expected = 0.3 * (seen[0]["pixel_values"] - clean).square().sum((1, 2)).mean().item()

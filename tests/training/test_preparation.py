@@ -44,7 +44,9 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
 
 def make(folder, model, data, loss=None, readout=None, **settings):
     args = config(folder, **{"max_steps": 8, "save_strategy": "no", **AUTO, **settings})
-    return DescentTrainer(model, args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss, readout=readout)
+    return DescentTrainer(
+        model, args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss, readout=readout
+    )
 
 
 def trained(*given, **settings):
@@ -59,7 +61,9 @@ class Weighted(BertForSequenceClassification):
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
         if labels is not None:
-            outputs["loss"] = self.factor * F.cross_entropy(outputs.logits, labels, weight=self.weight)
+            outputs["loss"] = self.factor * F.cross_entropy(
+                outputs.logits, labels, weight=self.weight
+            )
         return outputs
 
 
@@ -76,8 +80,12 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
     settings = {"dual_warmup_steps": 1, "max_steps": 4, "descent_alpha": 0.3}
     trainer = trained(tmp_path / "run", bert(), classification_data(8), **settings)
     trainer.save_model()
-    whole, cut, other, gone = (BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(4))
-    adapted = peft.get_peft_model(other, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    whole, cut, other, gone = (
+        BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(4)
+    )
+    adapted = peft.get_peft_model(
+        other, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
+    )
     for model, known in ((whole, True), (truncate(cut, 2), False), (adapted, False), (gone, False)):
         if model is gone:
             shutil.rmtree(tmp_path / "run")
@@ -87,7 +95,9 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
 
 
 def test_a_model_that_is_evaluated_is_held_against_the_rows_that_are_given_now(tmp_path):
-    trainer = trained(tmp_path / "run", bert(), classification_data(8), max_steps=4, dual_warmup_steps=1)
+    trainer = trained(
+        tmp_path / "run", bert(), classification_data(8), max_steps=4, dual_warmup_steps=1
+    )
     trainer.save_model()
     model = BertForSequenceClassification.from_pretrained(tmp_path / "run")
     auto = {"descent_alpha": None, "initial_loss_bound": "auto"}
@@ -157,11 +167,16 @@ def weighted_if_positive(outputs, labels, num_items_in_batch=None):
 
 
 def of_two_classes(count):
-    return [{**row, "labels": row["labels"] * torch.tensor([1.0, 1.0, 0.0])} for row in multi_label_rows(count)]
+    return [
+        {**row, "labels": row["labels"] * torch.tensor([1.0, 1.0, 0.0])}
+        for row in multi_label_rows(count)
+    ]
 
 
 def small_numbers(count):
-    return [{**row, "labels": 0.1 * (index % 2)} for index, row in enumerate(classification_data(count))]
+    return [
+        {**row, "labels": 0.1 * (index % 2)} for index, row in enumerate(classification_data(count))
+    ]
 
 
 weighted = partial(cross_entropy, weight=WeightedByClass.weight)
@@ -183,9 +198,13 @@ UNMEASURED = {
 
 
 @pytest.mark.parametrize(("model", "data", "loss"), UNMEASURED.values(), ids=UNMEASURED)
-def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
+def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(
+    tmp_path, model, data, loss
+):
     trainer = make(tmp_path, model(), data(40), loss)
-    with pytest.raises(ValueError, match="initial_loss_bound='auto'.*set it to the loss of a constant prediction"):
+    with pytest.raises(
+        ValueError, match="initial_loss_bound='auto'.*set it to the loss of a constant prediction"
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
     for settings in ({"initial_loss_bound": 60.0}, {"objective": "deep_supervision"}):
@@ -195,17 +214,24 @@ def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tm
 def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
     def shifted(outputs, labels, num_items_in_batch=None):
         logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        return F.cross_entropy(logits, labels, reduction="sum") / (num_items_in_batch or labels.ne(-100).sum())
+        return F.cross_entropy(logits, labels, reduction="sum") / (
+            num_items_in_batch or labels.ne(-100).sum()
+        )
 
     data = language_data(200)
-    trainers = [trained(tmp_path, llama(), data, loss, per_device_train_batch_size=16) for loss in (shifted, None)]
+    trainers = [
+        trained(tmp_path, llama(), data, loss, per_device_train_batch_size=16)
+        for loss in (shifted, None)
+    ]
     bounds = [trainer.problem.initial_loss_bound for trainer in trainers]
     assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
 
 
 @pytest.mark.parametrize(("loss", "rare"), [(None, 0.2), (cross_entropy, 0.125)])
 def test_f_0_counts_the_label_smoothing_of_trainer_s_loss_alone(tmp_path, loss, rare):
-    data = [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(classification_data(64))]
+    data = [
+        {**row, "labels": int(index % 8 == 0)} for index, row in enumerate(classification_data(64))
+    ]
     settings = {"label_smoothing_factor": 0.2, "per_device_train_batch_size": 16}
     trainer = trained(tmp_path, spread(bert(num_labels=2)), data, loss, **settings)
     entropy = -rare * math.log(rare) - (1 - rare) * math.log(1 - rare)
@@ -221,7 +247,11 @@ def test_a_mean_over_numbers_is_scaled_by_trainer_s_count_of_them(tmp_path):
             seen.append(float(num_items_in_batch))
         return (outputs["logits"] - labels).square().sum() / num_items_in_batch
 
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "initial_loss_bound": 1.0}
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "initial_loss_bound": 1.0,
+    }
     model, data = bert(problem_type="multi_label_classification"), multi_label_rows()
     trainer = trained(tmp_path, model, data, loss, **settings)
     assert seen and set(seen) == {2 * 4 * 3}
@@ -234,9 +264,17 @@ def test_plain_training_with_a_readout_measures_nothing(tmp_path):
     def readout(model, hidden, inputs):
         return model.classifier(hidden[:, 0])
 
-    data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no f_0: all are alike
-    metrics = trained(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0).evaluate()
-    assert "eval_layer_loss_1" in metrics and metrics["eval_feasible"] == 0 and "eval_max_violation" not in metrics
+    data = [
+        {**row, "labels": torch.tensor(1)} for row in classification_data(40)
+    ]  # no f_0: all are alike
+    metrics = trained(
+        tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0
+    ).evaluate()
+    assert (
+        "eval_layer_loss_1" in metrics
+        and metrics["eval_feasible"] == 0
+        and "eval_max_violation" not in metrics
+    )
 
 
 def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_path):
@@ -264,10 +302,20 @@ class Shifted(torch.nn.Module):
 
 
 def test_outputs_may_be_a_tuple(tmp_path):
-    cut = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "initial_loss_bound": "auto"}
-    runs = [trained(tmp_path, Shifted(as_tuple), language_data(), **cut, dual_warmup_steps=2) for as_tuple in (0, 1)]
+    cut = {
+        "gradient_accumulation_steps": 3,
+        "per_device_train_batch_size": 2,
+        "initial_loss_bound": "auto",
+    }
+    runs = [
+        trained(tmp_path, Shifted(as_tuple), language_data(), **cut, dual_warmup_steps=2)
+        for as_tuple in (0, 1)
+    ]
     names = [f"{kind}_{layer}" for kind in ("layer_loss", "multiplier") for layer in (1, 2, 3)]
-    named, by_place = ([log[name] for log in run.state.log_history for name in names if name in log] for run in runs)
+    named, by_place = (
+        [log[name] for log in run.state.log_history for name in names if name in log]
+        for run in runs
+    )
     assert named and by_place == pytest.approx(named, rel=1e-5, abs=1e-6)
     assert runs[0].problem.initial_loss_bound == runs[1].problem.initial_loss_bound
 
@@ -292,28 +340,45 @@ def test_numbers_may_be_labels_under_another_name(tmp_path):
 
 
 def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_path):
-    config_ = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)  # states no limit
+    config_ = XLNetConfig(
+        vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16
+    )  # states no limit
     # The first batch is short. Models take -1 for the first token, and leave out what lies past the end.
     ends = [index % 34 or -1 for index in range(340)] + [99] * 60
     rows = [
-        {"input_ids": torch.arange(40 if end > 5 else 6), "start_positions": end, "end_positions": end} for end in ends
+        {
+            "input_ids": torch.arange(40 if end > 5 else 6),
+            "start_positions": end,
+            "end_positions": end,
+        }
+        for end in ends
     ]
     args = config(tmp_path, **AUTO, per_device_train_batch_size=6, max_steps=5)
     pad = DataCollatorWithPadding(word_tokenizer())
-    trainer = fitted(InOrder(XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows, data_collator=pad))
+    trainer = fitted(
+        InOrder(
+            XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows, data_collator=pad
+        )
+    )
     assert trainer.problem.initial_loss_bound == pytest.approx(math.log(34), rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_f_0_of_numbers_heeds_what_half_precision_makes_of_them(tmp_path, dtype):
     numbers = 3 + torch.randn(40, generator=torch.Generator().manual_seed(0))
-    rows = [{**row, "labels": number.to(dtype)} for row, number in zip(classification_data(40), numbers)]
+    rows = [
+        {**row, "labels": number.to(dtype)} for row, number in zip(classification_data(40), numbers)
+    ]
     trainer = trained(tmp_path, bert(num_labels=1).to(dtype), rows)
-    assert trainer.problem.initial_loss_bound == pytest.approx(numbers.var(correction=0).item(), rel=0.3)
+    assert trainer.problem.initial_loss_bound == pytest.approx(
+        numbers.var(correction=0).item(), rel=0.3
+    )
 
 
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
-    data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no best constant prediction
+    data = [
+        {**row, "labels": torch.tensor(1)} for row in classification_data(40)
+    ]  # no best constant prediction
     assert trained(tmp_path, bert(), data, initial_loss_bound=1.1).problem.initial_loss_bound == 1.1
 
 
@@ -327,7 +392,9 @@ def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
     for name in ("eval_max_violation", "eval_feasible", "eval_feasible_score"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
     other = make(tmp_path, bert(), data)
-    assert other.evaluate()["eval_feasible"] == 0 and other.problem.alpha == "line"  # nothing is known of this one
+    assert (
+        other.evaluate()["eval_feasible"] == 0 and other.problem.alpha == "line"
+    )  # nothing is known of this one
     again = trained(tmp_path / "again", saved, data)
     assert again.problem.initial_loss_bound != 1.0  # measured afresh
 
@@ -342,9 +409,13 @@ def test_the_loss_of_a_half_precision_model_is_called_blurred(tmp_path, caplog):
 def test_a_readout_with_parameters_of_its_own_can_be_evaluated_but_not_trained(tmp_path):
     head = torch.nn.Linear(16, 3)
     data = classification_data(8)
-    trainer = make(tmp_path, bert(), data, readout=lambda model, hidden, inputs: head(hidden.mean(1)))
+    trainer = make(
+        tmp_path, bert(), data, readout=lambda model, hidden, inputs: head(hidden.mean(1))
+    )
     assert "eval_layer_loss_1" in trainer.evaluate()
-    with pytest.raises(ValueError, match="`readout` has parameters that BertForSequenceClassification does not"):
+    with pytest.raises(
+        ValueError, match="`readout` has parameters that BertForSequenceClassification does not"
+    ):
         trainer.train()
 
 
@@ -356,7 +427,9 @@ DATA = classification_data()
 
 class OwnLoader(DescentTrainer):
     def get_train_dataloader(self):
-        return self.accelerator.prepare(DataLoader(DATA, batch_size=8, collate_fn=default_data_collator))
+        return self.accelerator.prepare(
+            DataLoader(DATA, batch_size=8, collate_fn=default_data_collator)
+        )
 
 
 def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
@@ -365,12 +438,17 @@ def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
             trainer_class(bert(), config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         given = config(tmp_path, noise_gamma=0.5, noise_sigma=0.02, max_steps=8)
         data = data and Stream(iter(DATA))
-        assert fitted(trainer_class(bert(), given, train_dataset=data)).state.global_step == 8  # all of the data
+        assert (
+            fitted(trainer_class(bert(), given, train_dataset=data)).state.global_step == 8
+        )  # all of the data
 
 
 def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
     args = config(tmp_path, noise_gamma=0.5)
-    models = [fitted(DescentTrainer(bert(), args, train_dataset=data)).model for data in (DATA, Stream(DATA))]
+    models = [
+        fitted(DescentTrainer(bert(), args, train_dataset=data)).model
+        for data in (DATA, Stream(DATA))
+    ]
     assert models[0].config.noise_sigma == models[1].config.noise_sigma > 0
 
 
@@ -378,7 +456,9 @@ def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
 def test_the_deviation_depends_neither_on_the_batches_nor_on_the_order(tmp_path, batch_size):
     values = torch.linspace(0, 1, 4000)
     model = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=2))
-    rows = [{"pixel_values": value.expand(2, 16), "labels": value.expand(2, 16)} for value in values]
+    rows = [
+        {"pixel_values": value.expand(2, 16), "labels": value.expand(2, 16)} for value in values
+    ]
     given = {"per_device_eval_batch_size": batch_size, "dataloader_drop_last": True}
     found = make(tmp_path, model, rows, noise_gamma=0.5, **given).noise_sigma()
     assert found == pytest.approx(values.std().item(), rel=1e-3)
@@ -386,7 +466,9 @@ def test_the_deviation_depends_neither_on_the_batches_nor_on_the_order(tmp_path,
 
 def test_a_deviation_that_is_given_comes_before_the_model_s(tmp_path):
     model = bert(noise_sigma=3.0)
-    assert [make(tmp_path, model, DATA, noise_sigma=given).noise_sigma() for given in (None, 0.5)] == [3.0, 0.5]
+    assert [
+        make(tmp_path, model, DATA, noise_sigma=given).noise_sigma() for given in (None, 0.5)
+    ] == [3.0, 0.5]
 
 
 def test_every_micro_batch_of_every_step_has_noise_of_its_own(tmp_path):
@@ -398,8 +480,21 @@ def test_every_micro_batch_of_every_step_has_noise_of_its_own(tmp_path):
             seen.append(loss.item())
         return loss
 
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
-    make(tmp_path, bert(), DATA[:1] * 16, loss, objective="erm", max_steps=2, noise_gamma=1.0, **settings).train()
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.0,
+    }
+    make(
+        tmp_path,
+        bert(),
+        DATA[:1] * 16,
+        loss,
+        objective="erm",
+        max_steps=2,
+        noise_gamma=1.0,
+        **settings,
+    ).train()
     assert len({*seen}) == len(seen) == 4
 
 

@@ -29,7 +29,9 @@ class Rmse(evaluate.Metric):
             description="Root mean squared error, times `scale`.",
             citation="",
             inputs_description=self.__doc__,
-            features=[datasets.Features({"predictions": shape, "references": shape}) for shape in shapes],
+            features=[
+                datasets.Features({"predictions": shape, "references": shape}) for shape in shapes
+            ],
         )
 
     def _compute(self, predictions, references, scale: float = 1.0) -> dict[str, float]:

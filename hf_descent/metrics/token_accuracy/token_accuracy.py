@@ -33,7 +33,9 @@ class TokenAccuracy(evaluate.Metric):
 
     def _compute(self, predictions, references) -> dict[str, float]:
         rows = zip(predictions, references, strict=True)
-        hits = [ours == label for row in rows for ours, label in zip(*row, strict=True) if label != -100]
+        hits = [
+            ours == label for row in rows for ours, label in zip(*row, strict=True) if label != -100
+        ]
         if not hits:
             raise ValueError("`references` holds no label but -100; give at least one.")
         return {"token_accuracy": sum(hits) / len(hits)}

@@ -15,15 +15,12 @@ from ..readout.labels import (
     IGNORE_INDEX,
     are_token_labels,
     labels_of,
-    names_of_labels,
     own_loss,
     shifts_labels,
 )
 from ..readout.replay import Readout, output_logits, output_loss, probing
-from ..readout.stack import inner_model, map_tensors, tensors
-
-
-PROBED_TOKENS = 32  # of a row, where a model is tried out
+from ..readout.stack import inner_model
+from .short_batch import shortened
 
 
 @dataclass
@@ -32,13 +29,11 @@ class TaskLoss:
 
     model: nn.Module  # unwrapped (a `PeftModel`, too)
     label_names: Sequence[str]  # the label arguments, as `Trainer` finds them
-    loss_fn: Callable[..., torch.Tensor] | None = (
-        None  # a custom loss_fn(outputs, labels, num_items_in_batch=None)
-    )
+    # A custom loss_fn(outputs, labels, num_items_in_batch=None).
+    loss_fn: Callable[..., torch.Tensor] | None = None
     smoother: Callable[..., torch.Tensor] | None = None  # Trainer's label smoother
-    has_custom_readout: bool = (
-        False  # whether the model's loss function scores the logits of a custom readout
-    )
+    # Whether the model's loss function scores the logits of a custom readout.
+    has_custom_readout: bool = False
     shifts_labels: bool = False  # whether position t predicts label t+1
     accepts_items: bool = False  # whether the model's forward takes `num_items_in_batch`
     # Whether the loss is divided by the `num_items_in_batch` that it is given; `None` before a batch has shown it.
@@ -58,12 +53,16 @@ class TaskLoss:
     ) -> "TaskLoss":
         """The task loss of `model`, whose shift of the labels is found out on `batch`, a dict for `model(**batch)`;
         where that fails it is `shifts_labels`. `loss_fn` may be Trainer's label smoother."""
-        names = find_labels(type(inner_model(model))) if label_names is None else label_names
-        loss_fn, smoother = (
-            (None, loss_fn) if isinstance(loss_fn, LabelSmoother) else (loss_fn, None)
-        )
+        if label_names is None:
+            label_names = find_labels(type(inner_model(model)))
+        smooths = isinstance(loss_fn, LabelSmoother)
         task = cls(
-            model, names, loss_fn, smoother, readout is not None, accepts_items=accepts_items
+            model,
+            label_names,
+            loss_fn=None if smooths else loss_fn,
+            smoother=loss_fn if smooths else None,
+            has_custom_readout=readout is not None,
+            accepts_items=accepts_items,
         )
         found = task._find_shift(task.short(batch), readout)
         task.shifts_labels = shifts_labels if found is None else found
@@ -79,18 +78,7 @@ class TaskLoss:
         labels = inputs.get("labels")
         if self.loss_fn is not None:
             loss = self.loss_fn(outputs, labels, num_items_in_batch=items)
-            if not (
-                isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()
-            ):
-                kind = (
-                    f"{loss.dtype} of shape {list(loss.shape)}"
-                    if isinstance(loss, torch.Tensor)
-                    else repr(loss)
-                )
-                raise TypeError(
-                    f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
-                    "floating-point scalar tensor, such as the mean over the batch."
-                )
+            check_scalar_loss(loss)
             return loss
         if self.smoother is not None and labels is not None:
             return self.smoother(
@@ -126,22 +114,21 @@ class TaskLoss:
         if inputs.get("shift_labels") is not None:
             return inputs["shift_labels"]
         labels = labels_of(inputs, self.label_names)
-        return (
-            labels[..., 1:] if self.shifts_labels and isinstance(labels, torch.Tensor) else labels
-        )
+        if self.shifts_labels and isinstance(labels, torch.Tensor):
+            return labels[..., 1:]
+        return labels
 
     def answers(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """What a constant prediction is of: the predicted labels; of an extractive answer both ends, `[batch, 2]`."""
         if inputs.get("start_positions") is None or inputs.get("end_positions") is None:
             return self.predicted_labels(inputs)
         # As the models do: negative positions count as the first token, those past the end are left out.
-        ends = torch.stack(
-            [inputs[name].view(-1) for name in ("start_positions", "end_positions")], 1
-        ).clamp(min=0)
-        texts = inputs.get(
-            "input_ids", inputs.get("inputs_embeds")
-        )  # [batch, seq] or [batch, seq, hidden]
-        return ends if texts is None else ends.where(ends < texts.shape[1], IGNORE_INDEX)
+        ends = [inputs[name].view(-1) for name in ("start_positions", "end_positions")]
+        ends = torch.stack(ends, 1).clamp(min=0)  # [batch, 2]
+        tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))  # [batch, seq, ...]
+        if tokens is None:
+            return ends
+        return ends.where(ends < tokens.shape[1], IGNORE_INDEX)
 
     def predictions(
         self, outputs: Any, inputs: Mapping[str, Any]
@@ -157,99 +144,28 @@ class TaskLoss:
         if labels is None:
             raise self._no_loss(inputs)
         if are_token_labels(labels) and logits.dim() == 3:
-            return (logits[:, :-1], labels[:, 1:]) if self.shifts_labels else (logits, labels)
+            if self.shifts_labels:
+                return logits[:, :-1], labels[:, 1:]
+            return logits, labels
         # A single logit is a number to models, though labels are whole: as a class it would always be the first.
-        return logits, labels.float() if torch.is_tensor(labels) and logits.shape[
-            -1
-        ] == 1 else labels
+        if torch.is_tensor(labels) and logits.shape[-1] == 1:
+            labels = labels.float()
+        return logits, labels
 
     def model_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """A batch without the labels where something else than the model scores its outputs."""
-        withheld = (
-            ()
-            if self.uses_model_loss
-            else tuple(self.label_names)
-            if self.has_custom_readout
-            else ("labels",)
-        )
+        if self.uses_model_loss:
+            return dict(inputs)
+        withheld = self.label_names if self.has_custom_readout else ["labels"]
         return {name: value for name, value in inputs.items() if name not in withheld}
 
     def short(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A batch to try the model out on in little memory: two rows, and of labels of tokens few tokens, labelled."""
-        labels, mask, ids = (
-            labels_of(inputs, self.label_names),
-            inputs.get("attention_mask"),
-            inputs.get("input_ids"),
-        )
+        labels = labels_of(inputs, self.label_names)
         if not isinstance(labels, torch.Tensor):
             return inputs
-        of_rows = {
-            name: value
-            for name, value in inputs.items()
-            if not name.startswith(("cu_seq_lens", "max_length"))
-        }
-        values = [value for value in tensors(of_rows) if value.dim()]
         config = getattr(inner_model(self.model), "config", None)
-        kinds = {
-            getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")
-        } - {None}
-        of_images = (
-            torch.zeros(1, 1)
-            if ids is None
-            else sum((ids == kind for kind in kinds), torch.zeros_like(ids))
-        )
-        embeddings = {id(inputs.get(name)) for name in ("inputs_embeds", "decoder_inputs_embeds")}
-
-        def is_of_tokens(value):  # 80 bands of a sound may have the shape of 80 tokens
-            is_kind = value.dim() <= 2 or not value.is_floating_point() or id(value) in embeddings
-            return (
-                is_kind
-                and value.shape[:2] == labels.shape
-                and not {*labels.shape[1:]} & {*value.shape[2:]}
-            )
-
-        rows, part, others = (
-            slice(None),
-            slice(None),
-            [value for value in values if not is_of_tokens(value)],
-        )
-        if (
-            all(len(value) == len(labels) for value in values)
-            and len(of_images.sum(1).unique()) == 1
-        ):
-            rows = _two_rows(labels, mask)
-        if (
-            are_token_labels(labels)
-            and (not others or of_images.any() or getattr(config, "is_encoder_decoder", False))
-            and not any(
-                labels.shape[1] in value.shape[1:] for value in others
-            )  # a part of these would be cut, too
-            and getattr(config, "attention_type", None)
-            != "block_sparse"  # BigBird is another model on few tokens
-        ):
-            part = _few_tokens(of_images, mask)
-
-        def shorten(value):
-            is_cut = value.dim() > 1 and is_of_tokens(value)
-            return (
-                (value[rows][:, part] if is_cut else value[rows]).contiguous()
-                if value.dim()
-                else value
-            )
-
-        found = {**inputs, **map_tensors(shorten, of_rows)}
-        for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & inputs.keys():
-            found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
-        counted = labels[labels != IGNORE_INDEX]
-        for name in names_of_labels(found, self.label_names):
-            uncounted = (
-                are_token_labels(found[name]) and not found[name][:, 1:].ne(IGNORE_INDEX).any()
-            )
-            if len(counted) and uncounted:  # they come later in each row, or in others
-                found[name] = counted[torch.arange(found[name].numel()) % len(counted)].view_as(
-                    found[name]
-                )
-        return found
+        return shortened(inputs, labels, self.label_names, config)
 
     @property
     def uses_model_loss(self) -> bool:
@@ -260,31 +176,30 @@ class TaskLoss:
         """Whether the loss is divided by the items that it is given, found out on `batch`."""
         if not self.accepts_items and self.loss_fn is None and self.smoother is None:
             return False
-        values, batch = [], self.short(batch)
+        batch = self.short(batch)
+        given = self.model_inputs(batch)
+        losses = []
         for items in (torch.tensor(1.0), torch.tensor(2.0)):
-            given = self.model_inputs(batch) | (
-                {"num_items_in_batch": items} if self.accepts_items else {}
-            )
+            if self.accepts_items:
+                given["num_items_in_batch"] = items
             # From the same random state, or the loss of a model that draws would seem to depend on them.
             with probing(self.model):
-                values.append(self(self.model(**given), batch, items))
-        return bool(values[0] != values[1]) and bool(values[0].isfinite())
+                losses.append(self(self.model(**given), batch, items))
+        return bool(losses[0] != losses[1]) and bool(losses[0].isfinite())
 
     def _find_shift(self, batch, readout) -> bool | None:
         """Whether position t predicts label t+1; `None` where that cannot be found out."""
-        name = next(
-            (name for name in (*self.label_names, "labels") if batch.get(name) is not None), None
-        )
-        if not are_token_labels(batch.get(name)):
+        given = [name for name in (*self.label_names, "labels") if batch.get(name) is not None]
+        if not given or not are_token_labels(batch[given[0]]):
             return False
+        name = given[0]
 
         def custom_loss(labels):
-            model, given = self.model, self.model_inputs(batch)
-            outputs = (
-                model(**given)
-                if readout is None
-                else Readout.probe(model, given, readout).read_last(given)
-            )
+            inputs = self.model_inputs(batch)
+            if readout is None:
+                outputs = self.model(**inputs)
+            else:
+                outputs = Readout.probe(self.model, inputs, readout).read_last(inputs)
             return self(outputs, {**batch, name: labels}, self.count(batch))
 
         # A custom loss need not do as its model does.
@@ -319,24 +234,18 @@ class TaskLoss:
         )
 
 
-def _two_rows(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Those with the most and the least padding and, where there are some, different labels."""
-    lengths = (
-        mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))
-    )  # [batch]
-    first = lengths.argmax()
-    order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
-    order[first] += 1
-    return torch.stack([first, order.argmin()]).unique()
-
-
-def _few_tokens(of_images: torch.Tensor, mask: torch.Tensor | None) -> slice:
-    """The first ones behind all images; the last ones where rows are padded on the left; else all."""
-    images = [*of_images.any(0).nonzero()]  # their places, in order
-    end = PROBED_TOKENS + (int(images[-1]) + 1 if images else 0)
-    if mask is None or mask[:, :end].any(1).all():
-        return slice(end)
-    return slice(None) if images else slice(-PROBED_TOKENS, None)
+def check_scalar_loss(loss: Any) -> None:
+    """TypeError unless what a custom loss returned is a floating-point scalar tensor."""
+    if not isinstance(loss, torch.Tensor):
+        found = repr(loss)
+    elif loss.shape or not loss.is_floating_point():
+        found = f"{loss.dtype} of shape {list(loss.shape)}"
+    else:
+        return
+    raise TypeError(
+        f"`layer_loss_fn` (or `compute_loss_func`) returned {found} for the outputs of one layer; return a "
+        "floating-point scalar tensor, such as the mean over the batch."
+    )
 
 
 def loss_from_logits(
@@ -346,16 +255,12 @@ def loss_from_logits(
     num_items_in_batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The model's own loss function on the logits of a readout; ValueError where it takes others, or there is none."""
-    pooled = (
-        getattr(model, "loss_function", None) is ForSequenceClassificationLoss
-    )  # of images and sounds, too
-    name = "pooled_logits" if pooled else "logits"
-    arguments = {
-        name: logits,
-        "labels": labels,
-        "config": model.config,
-        "vocab_size": logits.shape[-1],
-    }
+    arguments = {"labels": labels, "config": model.config, "vocab_size": logits.shape[-1]}
+    # That of sequence classification, which images and sounds have, too, calls the logits by another name.
+    if getattr(model, "loss_function", None) is ForSequenceClassificationLoss:
+        arguments["pooled_logits"] = logits
+    else:
+        arguments["logits"] = logits
     if num_items_in_batch is not None:
         arguments["num_items_in_batch"] = num_items_in_batch
     try:

@@ -33,8 +33,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
 from ..constraints.state import DescentState
-from ..losses import task as task_loss
+from ..losses import short_batch
 from ..losses.layerwise import TiledLosses, find_layer_losses
+from ..losses.task import TaskLoss
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
@@ -203,11 +204,11 @@ class PlannedModel:
                 f"The plan looks for the layers in a narrow {type(self.model).__name__}, which failed:"
             ),
             mock.patch.object(
-                task_loss, "PROBED_TOKENS", 8
+                short_batch, "PROBED_TOKENS", 8
             ),  # enough; memory is counted below, on all
         ):
             twin = build(narrow)
-            task = task_loss.TaskLoss.probe(twin, batch)
+            task = TaskLoss.probe(twin, batch)
             layers = find_layer_losses(
                 twin, batch, task, token_statistics=token_statistics, trains=True
             )

@@ -43,7 +43,7 @@ from .training.card import card_facts
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
 from .training.records import LayerTotals, RunRecord, StepSums, counted_step, reduced
-from .training.search import default_objective, values_as_given
+from .training.search import default_objective
 
 
 logger = logging.get_logger(__name__)
@@ -569,10 +569,6 @@ class DescentMixin:
         args = (compute_objective, n_trials, direction or "minimize", *args)
         self._record = replace(self._record, searched=True)
         return super().hyperparameter_search(hp_space, *args, **kwargs)
-
-    def _hp_search_setup(self, trial):
-        with values_as_given(self.args):
-            super()._hp_search_setup(trial)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write `README.md` and `model_card.json`, from the files of the output folder; arguments as of the class."""

@@ -149,17 +149,17 @@ def test_trials_that_share_no_objective_are_refused(tmp_path):
             )  # before there is a trial
 
 
-def test_arguments_of_several_types_are_searched(tmp_path):
+def test_a_search_sets_arguments_that_take_several_types(tmp_path):
     values = [
-        {"descent_alpha": 0.2, "constrained_layers": [2, 3], "noise_gamma": 0.0},
-        {"descent_alpha": "auto", "constrained_layers": None, "noise_gamma": [0.0, 1.0]},
-        {"descent_alpha": [0.1, 0.2, 0.3]},
+        {"descent_alpha": [0.2, 0.2, 0.2], "exit_targets": {1: 0.5}, "initial_loss_bound": 1.5},
+        {"descent_alpha": [0.1, 0.2, 0.3], "exit_targets": {2: 0.1}, "initial_loss_bound": 2.0},
     ]
     begin, seen = watch(
         "on_train_begin", lambda args, *_: {name: getattr(args, name) for name in values[0]}
     )
-    search(searcher(tmp_path, begin, dual_warmup_steps=1), values)
-    assert seen == [values[0], values[1], values[1] | values[2]]
+    given = {"descent_alpha": None, "initial_loss_bound": "auto", "dual_warmup_steps": 1}
+    search(searcher(tmp_path, begin, **given), values)
+    assert seen == values
 
 
 def test_auto_find_batch_size_starts_afresh(tmp_path):

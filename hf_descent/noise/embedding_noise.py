@@ -34,7 +34,6 @@ class _Call:
 
     input_ids: torch.Tensor | None
     mask: torch.Tensor | None
-    cache: Any
     has_signal: bool
     looked_up: bool = False
     # Of the outermost call alone:
@@ -96,26 +95,27 @@ class EmbeddingNoise:
 
     @gamma.setter
     def gamma(self, gamma: float | Sequence[float]):
-        bounds = tuple(levels_of("gamma", gamma))
-        bounds = bounds * 2 if len(bounds) == 1 else bounds
-        if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] < math.inf:
+        levels = levels_of("gamma", gamma)
+        is_range = len(levels) in (1, 2)
+        if not is_range or not 0.0 <= levels[0] <= levels[-1] < math.inf:
             raise ValueError(
                 f"`gamma` is {gamma}; give a finite level >= 0, or a range (low, high) of such levels."
             )
-        self._gamma = bounds if bounds[0] < bounds[1] else bounds[0]
+        self._gamma = tuple(levels) if levels[0] < levels[-1] else levels[0]
 
     def reseed(self, *key: int):
         """Restart the generator from (seed, *key), integers >= 0: with the key (rank, step, micro-step), training
         resumes at any step without a saved generator. Neighbouring keys give unrelated streams."""
-        self._stream = int(
-            np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0]
-        )
+        sequence = np.random.SeedSequence(self.seed, spawn_key=key)
+        self._stream = int(sequence.generate_state(1, np.uint64)[0])
         self._generator = None  # made on the device of the first tensor
 
     def at(self, gamma: float, *key: int) -> "EmbeddingNoise":
         """A copy at the noise level `gamma`, not attached, and reseeded with `key`."""
         noise = copy(self)
-        noise.gamma, noise._handles, noise._calls = gamma, [], []
+        noise.gamma = gamma
+        noise._handles = []
+        noise._calls = []
         noise.reseed(*key)
         return noise
 
@@ -128,17 +128,13 @@ class EmbeddingNoise:
         if self.is_attached:
             return self
         # On every (sub)model: an encoder and a decoder get their own masks, and `generate` calls an encoder directly.
-        for module in {
-            self._model,
-            *(m for m in self._model.modules() if isinstance(m, PreTrainedModel)),
-        }:
-            self._handles += [
-                module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                module.register_forward_hook(self._exit, always_call=True),
-            ]
-        self._handles += [
-            module.register_forward_hook(self._perturb_lookup) for module in self._lookups
-        ]
+        models = {module for module in self._model.modules() if isinstance(module, PreTrainedModel)}
+        for module in {self._model, *models}:
+            enter = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            leave = module.register_forward_hook(self._exit, always_call=True)
+            self._handles += [enter, leave]
+        for lookup in self._lookups:
+            self._handles.append(lookup.register_forward_hook(self._perturb_lookup))
         return self
 
     def __exit__(self, *exc_info):
@@ -156,27 +152,39 @@ class EmbeddingNoise:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
-        ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if (
-            mask is None
-            and ids is not None
-            and not is_outermost
-            and ids is self._calls[-1].input_ids
-        ):
-            mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
-        has_signal = module is self._model and given.get(self._main_input) is not None
-        cache = kwargs.get(
-            "cache", kwargs.get("past_key_values")
-        )  # its name before transformers 5.24
-        self._calls.append(
-            _Call(ids, mask, cache, has_signal, given.get("inputs_embeds") is not None)
-        )
-        if not (is_outermost and self._is_active()):
+        self._calls.append(self._call_of(module, given))
+        if not is_outermost or not self._is_active():
             return None
 
-        is_text = self._main_input == "input_ids"
+        noisy = self._noisy_inputs(given)
+        named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
+        return (*named, *args[len(names) :]), {**kwargs, **noisy}
+
+    def _call_of(self, module: nn.Module, given: dict[str, Any]) -> _Call:
+        """The forward call of `module` with the arguments `given`, inside those that are running."""
+        ids = given.get("input_ids")
+        mask = given.get("attention_mask")
+        if mask is None and ids is not None and self._calls and ids is self._calls[-1].input_ids:
+            mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
+        return _Call(
+            input_ids=ids,
+            mask=mask,
+            has_signal=module is self._model and given.get(self._main_input) is not None,
+            looked_up=given.get("inputs_embeds") is not None,
+        )
+
+    def _noisy_inputs(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The floating-point inputs of the outermost call that carry the signal, with noise, by name."""
+        if self._main_input == "input_ids":
+            masks = {
+                "inputs_embeds": "attention_mask",
+                "decoder_inputs_embeds": "decoder_attention_mask",
+            }
+        else:
+            masks = {self._main_input: "attention_mask"}
+
         noisy = {}
-        for name in ("inputs_embeds", "decoder_inputs_embeds") if is_text else (self._main_input,):
+        for name, mask_name in masks.items():
             signal = given.get(name)
             if signal is None:
                 continue
@@ -184,25 +192,21 @@ class EmbeddingNoise:
                 raise ValueError(
                     f"`{name}` has dtype {signal.dtype}; noise needs floats: use noise level 0."
                 )
-            mask = given.get(
-                "decoder_attention_mask" if name.startswith("decoder") else "attention_mask"
-            )
-            if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
+            mask = given.get(mask_name)
+            belongs = torch.is_tensor(mask) and mask.shape == signal.shape[:2]
+            if self._main_input != "input_ids" and not belongs:
                 mask = None  # it belongs to another input, such as CLIP's text
             noisy[name] = self._perturb(signal, mask, self._calls[0])
-        named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
-        return (*named, *args[len(names) :]), {**kwargs, **noisy}
+        return noisy
 
     @torch.compiler.disable
     def _exit(self, module, args, output):
         if not self._calls:
             return  # another pre-hook failed before `_enter`
         call = self._calls.pop()
-        if (
-            call.has_signal
-            and not (self._calls or call.perturbed or output is None)
-            and self._is_active()
-        ):
+        is_outermost = not self._calls
+        missed = call.has_signal and not call.perturbed and output is not None
+        if is_outermost and missed and self._is_active():
             raise ValueError(
                 f"The noise did not reach the input of {type(module).__name__}: attach it before compiling, override "
                 "`get_input_embeddings()` to return the module that looks tokens up, or use noise level 0."
@@ -211,14 +215,11 @@ class EmbeddingNoise:
     def _perturb_lookup(self, module, args, output):
         # Only the first lookup of a call counts, and none where embeddings are given: GPT-2 looks `token_type_ids` up
         # in the same table, and a PEFT wrapper of the table calls the table.
-        if (
-            not self._calls
-            or self._calls[-1].looked_up
-            or not self._is_active()
-            or not torch.is_tensor(output)
-        ):
+        if not self._calls or not self._is_active() or not torch.is_tensor(output):
             return None
         call = self._calls[-1]
+        if call.looked_up:
+            return None
         call.looked_up = True
         return self._perturb(output, call.mask, self._calls[0])
 
@@ -229,23 +230,22 @@ class EmbeddingNoise:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)
         noise = self._standard_noise(clean, self._generator)  # [batch, seq, ...]
         level = self._gamma
-        if not isinstance(level, float):  # one for the encoder and the decoder of a forward call
-            if call.levels is None or len(call.levels) != len(noise):
-                uniform = torch.rand(len(noise), generator=self._generator, device=noise.device)
-                call.levels = level[0] + (level[1] - level[0]) * uniform  # [batch]
-            level = call.levels.to(noise.device).view(
-                -1, *[1] * (noise.ndim - 1)
-            )  # [batch, 1, ...]
+        if isinstance(level, tuple):
+            level = self._levels_of_rows(call, noise)  # [batch, 1, ...]
         noisy = self._add(clean, noise, level * self.sigma)
-        if (
-            not torch.is_tensor(mask)
-            or mask.ndim != 2
-            or len(mask) != len(clean)
-            or mask.shape[1] < clean.shape[1]
-        ):
+        if not _is_mask_of(mask, clean):
             return noisy
         is_token = mask[:, -clean.shape[1] :].to(clean.device, torch.bool)  # [batch, seq]
-        return torch.where(is_token.view(*is_token.shape, *[1] * (clean.ndim - 2)), noisy, clean)
+        is_token = is_token.view(*is_token.shape, *[1] * (clean.ndim - 2))  # [batch, seq, 1, ...]
+        return torch.where(is_token, noisy, clean)
+
+    def _levels_of_rows(self, call: _Call, noise: torch.Tensor) -> torch.Tensor:
+        """A level for each row of `noise`, `[batch, 1, ...]`: one for the encoder and the decoder of a call."""
+        if call.levels is None or len(call.levels) != len(noise):
+            low, high = self._gamma
+            uniform = torch.rand(len(noise), generator=self._generator, device=noise.device)
+            call.levels = low + (high - low) * uniform  # [batch]
+        return call.levels.to(noise.device).view(-1, *[1] * (noise.ndim - 1))
 
     def _standard_noise(self, clean: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Standard normal noise in the shape of `clean`."""
@@ -260,6 +260,13 @@ class EmbeddingNoise:
         return clean + noise.mul_(deviation).to(clean.dtype)
 
 
+def _is_mask_of(mask: Any, signal: torch.Tensor) -> bool:
+    """Whether `mask` is an attention mask `[batch, past + seq]` of the `signal` `[batch, seq, ...]`."""
+    if not torch.is_tensor(mask) or mask.ndim != 2:
+        return False
+    return len(mask) == len(signal) and mask.shape[1] >= signal.shape[1]
+
+
 def estimate_sigma(
     model: nn.Module,
     batches: Iterable[dict],
@@ -267,8 +274,8 @@ def estimate_sigma(
 ) -> float:
     """Standard deviation of what [`EmbeddingNoise`] perturbs in `batches`, dicts of model inputs, for
     `config.noise_sigma`; `reduce` sums over processes. ValueError where a batch lacks that, or it has none."""
-    whole, model = model, inner_model(model)
-    main_input = getattr(model, "main_input_name", "input_ids")
+    inner = inner_model(model)
+    main_input = getattr(inner, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
     for batch in batches:
         signal = batch.get(main_input, batch.get("inputs_embeds"))
@@ -278,14 +285,14 @@ def estimate_sigma(
             )
         if not signal.is_floating_point():
             with torch.no_grad():
-                signal = _embeddings(
-                    whole, find_lookups(model), batch, signal
-                )  # [batch, seq, hidden]
+                signal = _embeddings(model, find_lookups(inner), batch, signal)
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
         moments += moments_of(signal)
-    return deviation_from_moments(moments if reduce is None else reduce(moments))
+    if reduce is not None:
+        moments = reduce(moments)
+    return deviation_from_moments(moments)
 
 
 def deviation_from_moments(moments: torch.Tensor) -> float:
@@ -301,21 +308,25 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
 
 def moments_of(values: torch.Tensor) -> torch.Tensor:
     """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device, a part at a time."""
-    wide = values.device if values.device.type == "cuda" else "cpu"  # some devices have no float64
-    parts = (
-        part.to(wide, torch.float64) for part in values.detach().flatten().split(MOMENTS_CHUNK)
-    )
-    sums = sum(torch.stack([part.sum(), part.square().sum()]).cpu() for part in parts)
-    return torch.cat([torch.tensor([values.numel()]), sums])
+    device = values.device if values.device.type == "cuda" else "cpu"  # some have no float64
+    moments = torch.tensor([values.numel(), 0.0, 0.0], dtype=torch.float64)
+    for part in values.detach().flatten().split(MOMENTS_CHUNK):
+        part = part.to(device, torch.float64)
+        moments[1:] += torch.stack([part.sum(), part.square().sum()]).cpu()
+    return moments
 
 
-def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:
+def _embeddings(
+    model: nn.Module, lookups: list[nn.Module], batch: dict, ids: torch.Tensor
+) -> torch.Tensor:
+    """The embeddings of the tokens `ids` of a batch of `model`, `[batch, seq, hidden]`."""
     weight = next(lookups[0].parameters())
-    if not (isinstance(weight, DTensor) or hasattr(weight, "ds_id")):
+    is_sharded = isinstance(weight, DTensor) or hasattr(weight, "ds_id")
+    if not is_sharded:
         return lookups[0](ids.to(weight.device))
     # Only a forward of the whole model gathers parameters that FSDP or ZeRO-3 shards.
     with logged(lookups) as calls:
-        whole(**batch)
+        model(**batch)
     return calls[0].made[0]
 
 
@@ -334,44 +345,55 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
             "`sigma`, or set `model.config.noise_sigma = estimate_sigma(model, batches)`."
         )
     lookup = find_lookups(model)[0]
-    return deviation_from_moments(
-        sum(map(moments_of, look_up(lookup, getattr(lookup, "padding_idx", None))))
-    )
+    table = look_up(lookup, left_out=getattr(lookup, "padding_idx", None))
+    return deviation_from_moments(sum(map(moments_of, table)))
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
     """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table (T5 calls those
     alone); ValueError where there is none, or a second table."""
-    if (lookup := embeddings(model, "input")) is None:
+    lookup = embeddings(model, "input")
+    if lookup is None:
         raise ValueError(
             f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()`, or set "
             "`main_input_name` to the floating-point input to perturb."
         )
-    config = getattr(model, "config", None)
-    second = getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None)
     weight = getattr(lookup, "weight", None)
-    decoder = model.get_decoder() if getattr(config, "is_encoder_decoder", False) else None
-    own = weight if decoder is None else getattr(decoder.get_input_embeddings(), "weight", weight)
-    if second or own is not weight or getattr(config, "model_type", None) == "xlnet":
+    if _has_second_table(model, weight):
         raise ValueError(
             f"{type(model).__name__} looks its tokens up a second time for its layers or its decoder, past the noise "
             "(or, as XLNet, with the batch last). Use another model, or no noise."
         )
-    twins = (
-        m
-        for m in model.modules()
-        if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup
-    )
+
+    found = [lookup]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module.weight is weight and module is not lookup:
+            found.append(module)
     # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
     wrappers = {
         module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")
     }
-    return list(dict.fromkeys(wrappers.get(module, module) for module in (lookup, *twins)))
+    return list(dict.fromkeys(wrappers.get(module, module) for module in found))
+
+
+def _has_second_table(model: nn.Module, weight: torch.Tensor | None) -> bool:
+    """Whether tokens are looked up elsewhere than in the table `weight`, or with the batch last."""
+    config = getattr(model, "config", None)
+    if getattr(config, "model_type", None) == "xlnet":
+        return True
+    text_config = getattr(config, "text_config", config)
+    if getattr(text_config, "hidden_size_per_layer_input", None):
+        return True
+    if not getattr(config, "is_encoder_decoder", False):
+        return False
+    decoder_lookup = model.get_decoder().get_input_embeddings()
+    return getattr(decoder_lookup, "weight", weight) is not weight
 
 
 @torch.no_grad()
 def look_up(lookup: nn.Module, left_out: int | None = None) -> Iterator[torch.Tensor]:
     """The embeddings `[chunk, hidden]` of all ids but `left_out`, some at a time: whole tables are large."""
     ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
-    ids = ids if left_out is None else ids[ids != left_out]
+    if left_out is not None:
+        ids = ids[ids != left_out]
     yield from map(lookup, ids.split(TABLE_CHUNK))

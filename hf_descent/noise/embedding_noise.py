@@ -34,6 +34,7 @@ class _Call:
 
     input_ids: torch.Tensor | None
     mask: torch.Tensor | None
+    cache: Any  # of keys and values; private embeddings ask for its length
     has_signal: bool
     looked_up: bool = False
     # Of the outermost call alone:
@@ -166,9 +167,11 @@ class EmbeddingNoise:
         mask = given.get("attention_mask")
         if mask is None and ids is not None and self._calls and ids is self._calls[-1].input_ids:
             mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
+        cache = given.get("cache", given.get("past_key_values"))  # its name before 5.24
         return _Call(
             input_ids=ids,
             mask=mask,
+            cache=cache,
             has_signal=module is self._model and given.get(self._main_input) is not None,
             looked_up=given.get("inputs_embeds") is not None,
         )

@@ -2,17 +2,22 @@
 
 from .confidence import ConfidenceExit, ConfidenceReport
 from .drafting import draft_with
+from .layer_sets import LayerSetProfile, find_layer_sets, layer_set_profile
 from .profile import ExitProfile, SpeculationProfile, exit_profile, speculation_profile
-from .truncation import truncate
+from .truncation import keep_layers, truncate
 
 
 __all__ = [
     "ConfidenceExit",
     "ConfidenceReport",
     "ExitProfile",
+    "LayerSetProfile",
     "SpeculationProfile",
     "draft_with",
     "exit_profile",
+    "find_layer_sets",
+    "keep_layers",
+    "layer_set_profile",
     "speculation_profile",
     "truncate",
 ]

@@ -1,14 +1,18 @@
-"""A model's first layers as a model of its own: an ordinary checkpoint, exact, that plain `from_pretrained` loads."""
+"""Some of a model's layers as a model of its own: an ordinary checkpoint, exact, for plain `from_pretrained`."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..readout import random_state
 from ..readout.replay import Readout, output_logits, probing
+from ..readout.stack import LayerStack, intercepted, map_tensors, tensors
 
 
 def truncate(
@@ -27,43 +31,81 @@ def truncate(
     TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
     of range, there is no shared readout, or no config gives exactly the first layers.
     """
-    name = type(model).__name__
-    is_bare = isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded
-    if not is_bare or any(weight.is_meta for weight in model.parameters()):
-        raise TypeError(
-            f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
-        )
-    inputs = example_inputs(model) if inputs is None else inputs
-    plain = copy.copy(model)  # of the same weights
-    if "_original_forward" in vars(
-        model
-    ):  # the autocast that training in mixed precision leaves, which no cut has
-        del plain.forward
-    reader = Readout.probe(plain, inputs)
+    plain, reader, inputs = _readable(model, inputs)
     if num_layers not in range(1, reader.num_layers + 1):
+        name = type(model).__name__
         raise ValueError(f"`num_layers` is {num_layers!r}; {name} has 1..{reader.num_layers}.")
     with probing(plain):
         (truth,) = reader.read(inputs, output_logits, [num_layers])
-    faults = []
-    for field, config in _shorter_configs(model.config, reader.num_layers, num_layers):
+    return _with_layers(model, reader.stack, list(range(1, num_layers + 1)), inputs, truth)
+
+
+def keep_layers(
+    model: PreTrainedModel, layers: Sequence[int], inputs: Mapping[str, Any] | None = None
+) -> PreTrainedModel:
+    """A standalone copy of `model` with only some of its layers, in their order, under the same head.
+
+    Its logits are checked to be those of the model when the other layers hand on what they receive. Nothing is
+    trained: the loss of such a model rises, less for layers in the middle than for the first and the last ones.
+
+    Args:
+        model, inputs: as for [`truncate`].
+        layers (sequence of `int`): the layers to keep, increasing numbers in 1..L.
+
+    TypeError and ValueError as of [`truncate`].
+    """
+    plain, reader, inputs = _readable(model, inputs)
+    layers = check_layers(layers, reader.stack)
+    with probing(plain), skipping(reader.stack, layers):
+        truth = output_logits(plain(**inputs))
+    return _with_layers(model, reader.stack, layers, inputs, truth)
+
+
+def check_layers(layers: Sequence[int], stack: LayerStack) -> list[int]:
+    """`layers` as a list; ValueError unless they are increasing numbers of layers of a stack of distinct modules."""
+    if len(stack.layers) != stack.num_layers:
+        raise ValueError(
+            f"`{stack.name}` runs one module several times: its layers cannot be left out. Use `truncate`."
+        )
+    numbers = list(layers)
+    known = range(1, stack.num_layers + 1)
+    increases = all(after > before for before, after in pairwise(numbers))
+    if not numbers or not increases or any(layer not in known for layer in numbers):
+        raise ValueError(
+            f"`layers` is {layers!r}; give increasing numbers from 1 to {stack.num_layers}, such as [1, 2, 4]."
+        )
+    return numbers
+
+
+@contextmanager
+def skipping(stack: LayerStack, kept: Sequence[int]) -> Iterator[None]:
+    """Inside, the layers of `stack` that are not `kept` (1-based) hand on the hidden state that they receive.
+
+    A layer runs once, so that the form of its output is known; one that returns a tensor does not run again.
+    """
+    dropped = [layer for number, layer in enumerate(stack.layers, start=1) if number not in kept]
+    running = set()
+    places = {}  # of the hidden state among what a layer receives, for layers that return it alone
+
+    def hand_on(module: nn.Module, call, *args, **kwargs):
+        if id(module) in running:  # `__call__` on its way to `forward`
+            return call(*args, **kwargs)
+        received = tensors((args, kwargs))
+        if id(module) in places:
+            return received[places[id(module)]]
+        running.add(id(module))
         try:
-            type(config).from_dict(config.to_dict())  # must be loadable, too
-            short = _rebuild(model, config)
-            with probing(short):
-                logits = output_logits(short(**inputs))
-            if logits.shape == truth.shape and torch.allclose(
-                logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True
-            ):
-                return short.train(model.training)
-            faults.append(
-                f"with {field} = {num_layers} its logits are not those of layer {num_layers}"
-            )
-        except Exception as error:
-            faults.append(f"with {field} = {num_layers} it fails with {error!r}")
-    raise ValueError(
-        f"{name} cannot be cut to {num_layers} of its {reader.num_layers} layers by its config: "
-        f"{'; '.join(faults) or 'no field of it counts them'}. `layer_logits` needs no shorter model."
-    )
+            output = call(*args, **kwargs)
+        finally:
+            running.discard(id(module))
+        made = stack.hidden_state(output)
+        place = next(i for i, tensor in enumerate(received) if tensor.shape == made.shape)
+        if output is made:
+            places[id(module)] = place
+        return map_tensors(lambda tensor: received[place] if tensor is made else tensor, output)
+
+    with intercepted(dropped, hand_on):
+        yield
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -82,8 +124,73 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {key: value.to(model.device) for key, value in inputs.items() if value is not None}
 
 
-def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """(field, copy of the config with that count of layers cut), for each field that may be their count."""
+def _readable(
+    model: PreTrainedModel, inputs: Mapping[str, Any] | None
+) -> tuple[PreTrainedModel, Readout, Mapping[str, Any]]:
+    """The model without the autocast of training, of the same weights, its readout, and a batch for it."""
+    name = type(model).__name__
+    is_bare = isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded
+    if not is_bare or any(weight.is_meta for weight in model.parameters()):
+        raise TypeError(
+            f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
+        )
+    if inputs is None:
+        inputs = example_inputs(model)
+    plain = copy.copy(model)
+    if "_original_forward" in vars(
+        model
+    ):  # training in mixed precision leaves it, and no copy has it
+        del plain.forward
+    return plain, Readout.probe(plain, inputs), inputs
+
+
+def _with_layers(
+    model: PreTrainedModel,
+    stack: LayerStack,
+    kept: list[int],
+    inputs: Mapping[str, Any],
+    truth: torch.Tensor,
+) -> PreTrainedModel:
+    """A copy of `model` with the `kept` layers of its `stack`, whose logits on `inputs` are the `truth`; ValueError
+    where no config gives one."""
+    faults = []
+    for field, config in _shorter_configs(model.config, stack.num_layers, kept):
+        try:
+            type(config).from_dict(config.to_dict())  # must be loadable, too
+            short = _rebuild(model, config, stack, kept)
+            with probing(short):
+                logits = output_logits(short(**inputs))
+        except Exception as error:
+            faults.append(f"with {field} = {len(kept)} it fails with {error!r}")
+            continue
+        is_same = logits.shape == truth.shape and torch.allclose(
+            logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True
+        )
+        if is_same:
+            return short.train(model.training)
+        faults.append(
+            f"with {field} = {len(kept)} its logits are not those of layer{_numbers(kept)}"
+        )
+    reasons = "; ".join(faults)
+    if not faults:
+        reasons = "no field of it counts them"
+    raise ValueError(
+        f"{type(model).__name__} cannot be cut to {len(kept)} of its {stack.num_layers} layers by its config: "
+        f"{reasons}. `layer_logits` needs no shorter model."
+    )
+
+
+def _numbers(kept: list[int]) -> str:
+    """How an error names the layers that are kept: by the last one, where they are the first ones."""
+    if kept == list(range(1, len(kept) + 1)):
+        return f" {kept[-1]}"
+    return f"s {', '.join(map(str, kept))}"
+
+
+def _shorter_configs(
+    config: PreTrainedConfig, num_layers: int, kept: list[int]
+) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """(field, copy of the config for the `kept` layers), for each field that may be the count of all layers."""
     for field, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             for inner, shorter in _shorter_configs(value, num_layers, kept):
@@ -92,18 +199,25 @@ def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrained
                 yield f"{field}.{inner}", cut
         elif type(value) is int and value == num_layers and _is_about_layers(field):
             for of_all in (False, True):  # lists of an entry per layer, whatever they are called
-                cut = copy.deepcopy(config)
-                for name, entries in vars(config).items():
-                    is_list = isinstance(entries, list | tuple) and len(entries) == num_layers
-                    if is_list and (of_all or _is_about_layers(name)):
-                        setattr(cut, name, entries[:kept])
-                setattr(cut, field, kept)
-                if stages := vars(config).get(
-                    "stage_names"
-                ):  # a backbone's: the stem and the layers
-                    cut.stage_names = stages[: kept + 1]
-                    cut.set_output_features_output_indices(out_features=None, out_indices=None)
-                yield field, cut
+                yield field, _cut_config(config, field, num_layers, kept, of_all)
+
+
+def _cut_config(
+    config: PreTrainedConfig, field: str, num_layers: int, kept: list[int], of_all: bool
+) -> PreTrainedConfig:
+    """A copy of `config` whose count in `field` is that of the `kept` layers, and whose lists with an entry per layer
+    have their entries; lists whose name has nothing to do with layers only where `of_all`."""
+    cut = copy.deepcopy(config)
+    for name, entries in vars(config).items():
+        is_list = isinstance(entries, list | tuple) and len(entries) == num_layers
+        if is_list and (of_all or _is_about_layers(name)):
+            setattr(cut, name, type(entries)(entries[layer - 1] for layer in kept))
+    setattr(cut, field, len(kept))
+    stages = vars(config).get("stage_names")  # a backbone's: the stem and the layers
+    if stages:
+        cut.stage_names = stages[: len(kept) + 1]
+        cut.set_output_features_output_indices(out_features=None, out_indices=None)
+    return cut
 
 
 def _is_about_layers(name: str) -> bool:
@@ -111,16 +225,39 @@ def _is_about_layers(name: str) -> bool:
     return any(word in name for word in ("layer", "depth", "block"))
 
 
-def _rebuild(model, config) -> PreTrainedModel:
+def _rebuild(
+    model: PreTrainedModel, config: PreTrainedConfig, stack: LayerStack, kept: list[int]
+) -> PreTrainedModel:
+    """A model with `config` and copies of the weights of `model`; its j-th layer is the j-th of `kept`."""
     with random_state.preserved(random_state.accelerators(model)):
         short = type(model)(config).to(model.device).eval()
+    sources = _sources(model, stack, kept)
+
+    def source(name: str) -> str:
+        for own, other in sources.items():
+            if name.startswith(own):
+                return other + name.removeprefix(own)
+        return name
+
     given = model.state_dict()
-    short.load_state_dict({name: given[name].clone() for name in short.state_dict()}, assign=True)
+    state = {name: given[source(name)].clone() for name in short.state_dict()}
+    short.load_state_dict(state, assign=True)
     short.tie_weights()
     buffers = dict(model.named_buffers())  # those that no state holds may have been cast
     for name, buffer in short.named_buffers():
-        if name in buffers and buffers[name].shape == buffer.shape:
-            buffer.data = buffers[name].clone()
+        known = buffers.get(source(name))
+        if known is not None and known.shape == buffer.shape:
+            buffer.data = known.clone()
     if model.can_generate():
         short.generation_config = copy.deepcopy(model.generation_config)
     return short
+
+
+def _sources(model: nn.Module, stack: LayerStack, kept: list[int]) -> dict[str, str]:
+    """The beginnings of the names of weights in the shorter model -> in the model, for layers that have moved."""
+    names = {id(module): name for name, module in model.named_modules()}
+    if len(stack.layers) != stack.num_layers:
+        return {}  # one module, which runs fewer times
+    prefixes = [f"{names[id(layer)]}." for layer in stack.layers]
+    pairs = zip(prefixes, (prefixes[layer - 1] for layer in kept))
+    return {own: other for own, other in pairs if own != other}

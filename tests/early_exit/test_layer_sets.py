@@ -1,0 +1,183 @@
+"""Sets of layers: models with layers left out, the greedy search, and what is said of them."""
+
+import copy
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from architectures import FAMILIES, LAYERS, MODELS, batch_for, build
+from scipy import stats
+from tiny import batches, bert, classification_data, language_data, llama, spread
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_descent.early_exit import (
+    find_layer_sets,
+    keep_layers,
+    layer_set_profile,
+    truncate,
+)
+from hf_descent.early_exit.layer_sets import LayerSetProfile, layers_in, spans
+from hf_descent.readout.replay import output_logits
+
+
+# Refused: layers that are one module, and lists of parts of layers, each in a container of its own.
+REFUSED = ("AlbertForMaskedLM", "XLMWithLMHeadModel")
+
+
+def stack_of(model):
+    """The list that holds the layers of a tiny BERT or Llama."""
+    return model.bert.encoder.layer if hasattr(model, "bert") else model.model.layers
+
+
+def without(model, kept):
+    """An oracle that shares no code with the package: a copy whose other layers are taken out of their list."""
+    model = copy.deepcopy(model)
+    layers = torch.nn.ModuleList([stack_of(model)[layer - 1] for layer in kept])
+    for place, layer in enumerate(layers):
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.layer_idx = place
+    if hasattr(model, "bert"):
+        model.bert.encoder.layer = layers
+    else:
+        model.model.layers = layers
+        model.config.num_hidden_layers = len(layers)
+    return model.eval()
+
+
+def mean_loss(model, data):
+    """The mean loss over items, batch by batch of one row."""
+    total = count = 0
+    with torch.no_grad():
+        for batch in batches(data, size=1):
+            labels = batch["labels"]
+            items = int((labels[..., 1:] if labels.dim() > 1 else labels).ne(-100).sum())
+            total += float(model(**batch).loss) * items
+            count += items
+    return total / count
+
+
+MODELS_AND_DATA = {
+    "bert": (lambda: spread(bert(num_layers=4)), classification_data, AutoModelForSequenceClassification),
+    "llama": (lambda: spread(llama(num_layers=4)), language_data, AutoModelForCausalLM),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS_AND_DATA)
+@pytest.mark.parametrize("kept", [[1, 3, 4], [2, 4], [1, 4], [3], [1, 2]])
+def test_a_model_with_some_layers_is_the_one_whose_list_lacks_the_others(name, kept, tmp_path):
+    make, data, auto_class = MODELS_AND_DATA[name]
+    model = make()
+    batch = next(batches(data(4)))
+    short = keep_layers(model, kept, batch)
+    with torch.no_grad():
+        truth = without(model, kept)(**batch)
+        torch.testing.assert_close(short(**batch).logits, truth.logits)
+        short.save_pretrained(tmp_path)
+        loaded = auto_class.from_pretrained(tmp_path)
+        torch.testing.assert_close(loaded(**batch).loss, truth.loss)
+    assert loaded.config.num_hidden_layers == len(kept)
+    assert model.config.num_hidden_layers == 4 and len(stack_of(model)) == 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_its_middle_layer_left_out_or_is_refused(name):
+    model = build(name, MODELS[name])
+    inputs = batch_for(model)
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=r"cannot be (left out|cut to)"):
+            keep_layers(model, [1, LAYERS], inputs)
+        return
+    short = keep_layers(model, [1, LAYERS], inputs)
+    with torch.no_grad():
+        logits = output_logits(short(**inputs))
+        assert not torch.equal(logits, output_logits(model(**inputs)))
+        # The same model, cut in two steps: first behind the last layer, which is put in the place of the second.
+        everything = keep_layers(model, list(range(1, LAYERS + 1)), inputs)
+        assert torch.equal(output_logits(everything(**inputs)), output_logits(model(**inputs)))
+        first = keep_layers(model, [1], inputs)
+        assert torch.equal(
+            output_logits(first(**inputs)), output_logits(truncate(model, 1, inputs)(**inputs))
+        )
+
+
+@pytest.mark.parametrize("layers", [[], [0, 1], [2, 1], [1, 1], [1, 5]])
+def test_other_layers_are_refused(layers):
+    with pytest.raises(ValueError, match=r"`layers` is .* increasing numbers from 1 to 4"):
+        keep_layers(bert(num_layers=4), layers)
+
+
+@pytest.mark.parametrize("name", MODELS_AND_DATA)
+def test_the_search_leaves_out_what_costs_least(name):
+    make, data, _ = MODELS_AND_DATA[name]
+    model = make()
+    rows = data(24)
+    sets = find_layer_sets(model, rows, fewest=1, batch_size=7)
+    assert [len(kept) for kept in sets] == [4, 3, 2, 1]
+    for larger, smaller in pairwise(sets):
+        losses = {
+            kept: mean_loss(without(model, kept), rows)
+            for kept in combinations(larger, len(smaller))
+        }
+        assert tuple(smaller) == min(losses, key=losses.get)
+
+
+@pytest.mark.parametrize("name", MODELS_AND_DATA)
+def test_the_profile_is_that_of_the_shorter_models(name):
+    make, data, _ = MODELS_AND_DATA[name]
+    model = make()
+    rows = data(30)
+    profile = layer_set_profile(model, rows, [[1, 2, 4], [1, 4]], batch_size=1)
+    assert profile.layers == [[1, 2, 3, 4], [1, 2, 4], [1, 4]]
+    expected = [mean_loss(without(model, kept), rows) for kept in profile.layers]
+    np.testing.assert_allclose(profile.losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(profile.ratios, np.divide(expected, expected[0]), rtol=1e-5)
+
+
+def test_the_interval_of_a_ratio_is_paired():
+    rows = classification_data(30, pad=False)
+    model = spread(bert(num_layers=4))
+    profile = layer_set_profile(model, rows, [[1, 2, 4]], batch_size=1)
+    losses = np.array(
+        [
+            [mean_loss(without(model, kept), [row]) for kept in ([1, 2, 3, 4], [1, 2, 4])]
+            for row in rows
+        ]
+    )
+    total = losses.sum(0)
+    left_out = total - losses  # the jackknife: the ratio without each row
+    values = 30 * total[1] / total[0] - 29 * left_out[:, 1] / left_out[:, 0]
+    radius = stats.t.ppf(0.975, 29) * values.std(ddof=1) / np.sqrt(30)
+    assert profile.ratio_radii[1] == pytest.approx(radius, rel=1e-4)
+    assert profile.ratio_radii[0] == 0
+
+
+def test_the_smallest_set_is_one_that_is_shown_to_be_good_enough():
+    profile = LayerSetProfile(
+        layers=[[1, 2, 3], [1, 3], [3]],
+        metric="accuracy",
+        losses=[1.0, 1.04, 1.5],
+        values=[0.9, 0.9, 0.5],
+        ratios=[1.0, 1.04, 1.5],
+        ratio_radii=[0.0, 0.02, 0.1],
+        items=100,
+    )
+    assert profile.smallest(0.1) == [1, 3]
+    assert profile.smallest(0.05) == [1, 2, 3]
+    assert profile.smallest(0.7) == [3]
+    assert "2 " in str(profile) and "1.040" in str(profile)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [([1], "1"), ([1, 2, 3, 5, 7, 8], "1-3,5,7-8"), ([4, 6, 8], "4,6,8")],
+)
+def test_layers_are_written_as_spans_and_read_again(layers, text):
+    assert spans(layers) == text
+    assert layers_in(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "1,,2", "3-1"])
+def test_a_text_without_layers_is_refused(text):
+    with pytest.raises(ValueError, match=r"name layers as in '1-12,19-30'"):
+        layers_in(text)

@@ -1,0 +1,34 @@
+"""The benchmark of models that are cut first: its arms train what they say."""
+
+import cut_first
+import pytest
+from harness import Runs
+
+
+def test_every_arm_of_the_denoiser_runs_and_is_kept(tmp_path, capsys):
+    file = tmp_path / "runs.jsonl"
+    words = ["denoiser", "--smoke", "--seeds", "0", "--output", str(file)]
+    cut_first.main([*words, "--arms", "plain", "sorted", "cut 2", "cut 2, same compute"])
+    runs = Runs(str(file)).all()
+    depths = {run["settings"]["arm"]: len(run["report"]) for run in runs}
+    assert depths == {"plain": 5, "sorted": 5, "cut 2": 2, "cut 2, same compute": 2}
+    assert len(runs) == 4 * len(cut_first.RATES["denoiser"])
+    lines = capsys.readouterr().out.count("\n")
+    cut_first.main([*words, "--arms", "plain"])  # nothing is trained again
+    assert len(Runs(str(file)).all()) == len(runs) and lines == len(runs)
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_one_depth_a_step_has_all_the_weight(turn):
+    class Trainer:
+        class multipliers:
+            values = cut_first.torch.ones(3)
+
+    class State:
+        global_step = 8 + turn
+
+    cut_first.InTurn(Trainer).on_step_begin(None, State, None)
+    expected = cut_first.torch.zeros(3)
+    if turn < 3:
+        expected[turn] = cut_first.MOST
+    assert cut_first.torch.equal(Trainer.multipliers.values, expected)

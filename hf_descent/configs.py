@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from .compat import CheckpointingArguments
 from .constraints.objectives import OBJECTIVES
 from .constraints.problem import (
     LARGEST,
@@ -373,12 +374,12 @@ class DescentArguments:
 
 
 @dataclass
-class DescentConfig(DescentArguments, TrainingArguments):
+class DescentConfig(DescentArguments, CheckpointingArguments, TrainingArguments):
     """Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following."""
 
 
 @dataclass
-class Seq2SeqDescentConfig(DescentArguments, Seq2SeqTrainingArguments):
+class Seq2SeqDescentConfig(DescentArguments, CheckpointingArguments, Seq2SeqTrainingArguments):
     """Arguments of [`Seq2SeqDescentTrainer`]: [`~transformers.Seq2SeqTrainingArguments`] and the following."""
 
 

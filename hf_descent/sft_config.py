@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from trl import SFTConfig
 
+from .compat import CheckpointingArguments, UnchunkedLoss
 from .configs import DescentArguments
 
 
 @dataclass
-class SFTDescentConfig(DescentArguments, SFTConfig):
+class SFTDescentConfig(DescentArguments, CheckpointingArguments, UnchunkedLoss, SFTConfig):
     """Arguments of [`SFTDescentTrainer`]: [`~trl.SFTConfig`] and the following."""

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
+from .compat import router_coefficient
 from .readout.labels import IGNORE_INDEX
 from .readout.stack import inner_model
 from .runs import RunFolder
@@ -55,7 +56,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         # TRL weighs the router's loss by its own coefficient; models weigh it by what they read when they were built.
         for module in inner_model(self.model).modules():
             if hasattr(module, "router_aux_loss_coef"):
-                module.router_aux_loss_coef = self.router_aux_loss_coef
+                module.router_aux_loss_coef = router_coefficient(self)
         eval_datasets = (
             self.eval_dataset
             if isinstance(self.eval_dataset, dict)

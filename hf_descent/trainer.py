@@ -24,6 +24,7 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from .compat import own_scaling, scaled_for_accumulation
 from .configs import DescentConfig
 from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
@@ -192,8 +193,9 @@ class DescentMixin:
         with self._training_noise(model):
             losses = self._objective.read(model, inputs, keep_logits=return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
-        self.loss_is_scaled_for_ga = self._step.items is not None  # else each micro-batch is a mean
         objective = losses.objective * self.args.world_size  # DDP averages gradients over processes
+        is_scaled = self._step.items is not None  # else each micro-batch is a mean
+        objective = scaled_for_accumulation(self, objective, is_scaled, num_items_in_batch)
         return (objective, losses.outputs) if return_outputs else objective
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
@@ -213,15 +215,13 @@ class DescentMixin:
             share = self._step.share(task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
             loss = torch.where(share > 0, loss, 0.0) * share
-            self.loss_is_scaled_for_ga = True
+            loss = scaled_for_accumulation(self, loss, True, num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
-        of_class, micro_batches = self.loss_is_scaled_for_ga, self._step.micro_batches
-        try:
+        micro_batches = self._step.micro_batches
+        with own_scaling(self):
             objective = super().training_step(*args, **kwargs)
-        finally:
-            self.loss_is_scaled_for_ga = of_class  # a subclass may say it of its own loss
         if not self._reads_layers:
             self._step = replace(self._step, micro_batches=micro_batches + 1)
             return objective

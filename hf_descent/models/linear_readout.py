@@ -6,10 +6,10 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from ..compat import as_config
 from ..readout.pooling import pool
 
 
@@ -25,12 +25,14 @@ class LinearReadoutConfig(PreTrainedConfig):
     """
 
     model_type = "linear_readout"
-    sub_configs_defaults = {
-        "encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="bert")
-    }
+    sub_configs = {"encoder_config": AutoConfig}
 
     encoder_config: dict | PreTrainedConfig | None = None
     pooling: Literal["cls", "mean"] = "cls"
+
+    def __post_init__(self, **kwargs):
+        self.encoder_config = as_config(self.encoder_config, "bert")
+        super().__post_init__(**kwargs)
 
     def get_text_config(self, decoder=None, encoder=None) -> PreTrainedConfig:
         return self.encoder_config.get_text_config(decoder=decoder, encoder=encoder)

@@ -9,9 +9,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
-from transformers.configuration_utils import SubConfigSpec
 from transformers.utils.generic import can_return_tuple
 
+from ..compat import as_config
 from .linear_readout import EncoderModel
 from .unrolling import DenoisingOutput, denoising_loss, positive
 
@@ -30,13 +30,15 @@ class ViTDenoiserConfig(PreTrainedConfig):
     """
 
     model_type = "vit_denoiser"
-    sub_configs_defaults = {
-        "encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="vit")
-    }
+    sub_configs = {"encoder_config": AutoConfig}
 
     encoder_config: dict | PreTrainedConfig | None = None
     readout: Literal["patches", "linear"] = "patches"
     loss_scale: float | int = positive(default=0.5)
+
+    def __post_init__(self, **kwargs):
+        self.encoder_config = as_config(self.encoder_config, "vit")
+        super().__post_init__(**kwargs)
 
 
 class ViTForDenoising(EncoderModel):

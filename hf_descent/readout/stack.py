@@ -19,6 +19,8 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..compat import CHECKPOINT_FUNCTION, checkpoint_function
+
 
 @dataclass
 class LayerStack:
@@ -145,6 +147,12 @@ def intercepted(modules, handler):
             for attribute in (entrance, "forward"):
                 originals.append((module.__dict__, attribute, module.__dict__.get(attribute)))
                 module.__dict__[attribute] = partial(handler, module, getattr(module, attribute))
+
+            checkpoint = checkpoint_function(module, handler)
+            if checkpoint is not None:
+                attribute = CHECKPOINT_FUNCTION
+                originals.append((module.__dict__, attribute, module.__dict__[attribute]))
+                module.__dict__[attribute] = checkpoint
         yield
     finally:
         for instance, attribute, original in originals:

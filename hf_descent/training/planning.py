@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
+from ..compat import disable_checkpointing, enable_checkpointing
 from ..constraints.state import DescentState
 from ..losses import short_batch
 from ..losses.layerwise import TiledLosses, find_layer_losses
@@ -287,12 +288,10 @@ class PlannedModel:
         dual = DescentState(own_args, layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
             layers.token_fraction = args.readout_token_fraction or layers.token_fraction
-        self.model.activation_checkpointing_disable()
+        disable_checkpointing(self.model)
         self.model.disable_input_require_grads()  # which the former leaves on
         if args.activation_checkpointing:
-            options = dict(args.activation_checkpointing_kwargs or {})
-            every = options.pop("every_n_layers", 1)  # as Trainer takes it out
-            self.model.activation_checkpointing_enable(options or None, every_n_layers=every)
+            enable_checkpointing(self.model, args.activation_checkpointing_kwargs)
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
         if "foreach" in inspect.signature(optimizer_class).parameters and not options.get("fused"):
             options["foreach"] = True  # torch's choice on a GPU

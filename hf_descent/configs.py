@@ -31,7 +31,7 @@ from .constraints.problem import (
 # Take a number, a list or a word; on a command line, as text. Those that are lists alone take several words as well.
 JSON_ARGUMENTS = (
     "descent_alpha", "initial_loss_bound", "constrained_layers", "exit_targets", "loss_targets", "fixed_multipliers",
-    "noise_gamma", "eval_gammas",
+    "max_last_layer_rise", "noise_gamma", "eval_gammas",
 )  # fmt: skip
 # The least and the greatest value of a number, where it is given.
 LIMITS = {
@@ -123,6 +123,10 @@ class DescentArguments:
     normalize_violations (`bool`, *optional*, defaults to `True`):
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
+    max_last_layer_rise (`float`, *optional*, defaults to `0.02`):
+        While the loss of the last layer is above its best value so far by more than this share, the multipliers of
+        "descent" shrink, whatever the violations: constraints give way before the model becomes worse. `None` turns
+        this off, as in the paper. It sees a rise, not what plain training would have reached.
     dual_warmup_steps (`float`, *optional*):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. Where not given 0.25, for targets
         alone 0. The paper's video runs use one epoch.
@@ -194,6 +198,7 @@ class DescentArguments:
     dual_learning_rate: float | None = field(default=None)
     dual_optim: str | None = field(default=None)
     normalize_violations: bool = field(default=True)
+    max_last_layer_rise: str | None = field(default=0.02)
     dual_warmup_steps: float | None = field(default=None)
     dual_holdout: float | None = field(default=None)
     resilience: float = field(default=0.0)
@@ -288,6 +293,7 @@ class DescentArguments:
                 raise ValueError(
                     f"`{name}` is {value}; give a number between {least:g} and {most:g}."
                 )
+        self._check_last_layer_rise()
         rotation = self.layerskip_rotation
         if not (rotation is None or (isinstance(rotation, int) and rotation >= 1)):
             raise ValueError(
@@ -319,6 +325,18 @@ class DescentArguments:
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, which a worse last layer improves: choose by "
                 "'feasible_score' or the loss."
+            )
+
+    def _check_last_layer_rise(self) -> None:
+        """ValueError unless `max_last_layer_rise` is a share of 0 or more, or `None`."""
+        share = self.max_last_layer_rise
+        if share is None:
+            return
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not is_number or not 0 <= share <= LARGEST:
+            raise ValueError(
+                f"`max_last_layer_rise` is {share!r}; give a share of 0 or more (0.02 for 2 %), or `None` "
+                "for no limit."
             )
 
     @property
@@ -413,7 +431,10 @@ def _parse(name: str, value: Any) -> Any:
     for read in (json.loads, float, ast.literal_eval):  # JSON has neither `.5` nor `{3: 0.05}`
         with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
-    words = "'auto', 'line' or 'steps'" if name == "descent_alpha" else "'auto' where it takes it"
+    words = {
+        "descent_alpha": "'auto', 'line' or 'steps'",
+        "max_last_layer_rise": "None for no limit",
+    }.get(name, "'auto' where it takes it")
     raise ValueError(
         f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}."
     )

@@ -16,7 +16,7 @@ from hf_descent.configs import DescentArguments
 PARSED = {
     "descent_alpha": [0.1, 0.2, 0.3], "initial_loss_bound": 0.69, "constrained_layers": [1, 3],
     "exit_targets": {1: 0.05, 2: 0.0}, "loss_targets": {3: 0.4}, "noise_gamma": [0.0, 1.5], "eval_gammas": [0, 0.5, 1],
-    "objective": "hinge", "multiplier_max": 5.0,
+    "objective": "hinge", "multiplier_max": 5.0, "max_last_layer_rise": 0.1,
 }  # fmt: skip
 
 
@@ -43,6 +43,21 @@ def test_python_values_command_line_and_yaml_agree(tmp_path, config_class, given
         assert (
             getattr(by_hand, name) == getattr(by_flags, name) == getattr(by_file, name) == value
         ), name
+
+
+@pytest.mark.parametrize("word", ["None", "null"])
+def test_the_limit_on_the_last_layer_s_rise_can_be_turned_off_everywhere(tmp_path, word):
+    parser = HfArgumentParser(DescentConfig)
+    assert DescentConfig(str(tmp_path)).max_last_layer_rise == 0.02
+
+    flags = [f"--output_dir={tmp_path}", f"--max_last_layer_rise={word}"]
+    (by_flags,) = parser.parse_args_into_dataclasses(flags)
+    file = tmp_path / "config.yaml"
+    file.write_text(f"output_dir: {tmp_path}\nmax_last_layer_rise: {word}\n")
+    (by_file,) = parser.parse_yaml_file(str(file))
+    by_hand = DescentConfig(str(tmp_path), max_last_layer_rise=None)
+    for config in (by_flags, by_file, by_hand):
+        assert config.max_last_layer_rise is None
 
 
 def test_lists_are_given_as_words_too(tmp_path):
@@ -214,6 +229,11 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"target_margin": 0.9}, "target_margin"),
         ({"exit_targets": {1.5: 0.1}}, "exit_targets"),
         ({"descent_alpha": "three"}, "`descent_alpha` is 'three'.*'line' or 'steps'"),
+        ({"max_last_layer_rise": -0.1}, "`max_last_layer_rise` is -0.1; give a share"),
+        ({"max_last_layer_rise": float("nan")}, "max_last_layer_rise.*nan"),
+        ({"max_last_layer_rise": [0.1]}, "max_last_layer_rise"),
+        ({"max_last_layer_rise": True}, "max_last_layer_rise.*True"),
+        ({"max_last_layer_rise": "off"}, "`max_last_layer_rise` is 'off'.*None for no limit"),
         ({"exit_targets": "three"}, r"`exit_targets` is 'three'.*\{3: 0\.05\}"),
     ],
 )

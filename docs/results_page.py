@@ -1,8 +1,9 @@
-"""Writes docs/results.md from the numbers that the benchmarks left in recipes/benchmarks/results.
+"""Fills the tables of the documents from the numbers in recipes/benchmarks/results.
 
     python docs/results_page.py
 
-The text is docs/results.md.in, in which a line `<!-- table NAME -->` becomes what the runs say.
+A document has `<!-- table NAME -->` and `<!-- end table -->` where a table stands. This script replaces what is
+between the two lines by what `TABLES[NAME]` makes of the results. One number stands in a cell.
 """
 
 import contextlib
@@ -17,9 +18,29 @@ from pathlib import Path
 import numpy as np
 
 
-DOCS = Path(__file__).parent
-BENCHMARKS = DOCS.parent / "recipes" / "benchmarks"
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "recipes" / "benchmarks"
 RESULTS = BENCHMARKS / "results"
+MARKED = re.compile(r"(<!-- table (.+?) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+
+# Reading the results
+
+
+def lines_of(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+@cache
+def recorded(name: str) -> dict:
+    """A table of single measurements, as they were noted with their command and commit."""
+    (table,) = [table for table in lines_of("recorded.jsonl") if table["name"] == name]
+    return table
+
+
+def rows_of(name: str) -> list[dict]:
+    table = recorded(name)
+    return [dict(zip(table["columns"], row)) for row in table["rows"]]
 
 
 @cache
@@ -33,82 +54,170 @@ def script(name: str):
     return module
 
 
-def spread(values, digits: int, scale: float = 1.0) -> str:
-    """Mean and standard deviation over seeds; of one seed the value."""
-    values = scale * np.asarray(values, float)
-    mean = f"{values.mean():.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {values.std(ddof=1):.{digits}f}"
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
-
-
 def at_best_rate(runs: list[dict]) -> tuple[float, list[dict]]:
-    """An arm's best learning rate by the last layer's loss on the select rows, and its runs there, one per seed."""
+    """An arm's best learning rate by the last layer's loss on the select rows, and its runs there."""
     rates = defaultdict(list)
     for run in runs:
         rates[run["settings"]["rate"]].append(run)
-    most = max(map(len, rates.values()))  # only the best ones were trained with every seed
-    whole = [rate for rate, found in rates.items() if len(found) == most]
-    best = min(whole, key=lambda rate: np.mean([run["select"][-1] for run in rates[rate]]))
+    most = max(len(found) for found in rates.values())  # only the best ones have every seed
+    complete = [rate for rate, found in rates.items() if len(found) == most]
+    best = min(complete, key=lambda rate: np.mean([run["select"][-1] for run in rates[rate]]))
     return best, rates[best]
 
 
+@cache
 def controlled(task: str) -> dict[str, tuple[float, list[dict]]]:
     """Of a task, each arm's best learning rate, and its runs there."""
     arms = defaultdict(list)
-    for run in map(json.loads, (RESULTS / "controlled.jsonl").read_text().splitlines()):
+    for run in lines_of("controlled.jsonl"):
         if run["settings"]["task"] == task:
             arms[run["settings"]["arm"]].append(run)
     return {arm: at_best_rate(runs) for arm, runs in arms.items()}
 
 
-def denoisers(*tasks: str) -> str:
-    gammas = list(script("controlled").GAMMAS[tasks[0]])
-    level = gammas.index(0.15)
+# Writing tables
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def mean(values, digits: int, scale: float = 1.0) -> str:
+    return f"{scale * np.mean(values):.{digits}f}"
+
+
+def deviation(values, digits: int) -> str:
+    """The standard deviation over the seeds; nothing for one seed."""
+    return f"{np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+
+
+def means_with_spread(header, names, cells, digits, scale=1.0) -> str:
+    """A row of means for each name, and a last row with the largest standard deviation of each column.
+
+    `cells` has, for each name, one list of values over the seeds for each column of numbers.
+    """
+    rows = [
+        [*name, *(mean(cell, digits, scale) for cell in columns)]
+        for name, columns in zip(names, cells)
+    ]
+    spread = [
+        f"{scale * max(np.std(cell, ddof=1) for cell in column):.{digits}f}"
+        for column in zip(*cells)
+    ]
+    blank = [""] * (len(names[0]) - 1)
+    return markdown(header, [*rows, ["*largest standard deviation*", *blank, *spread]])
+
+
+def shown(value, digits: int | None = None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if digits is None else f"{value:.{digits}f}"
+
+
+def table_of(name: str, columns: dict[str, str], digits=None, where=None) -> str:
+    """A recorded table's `columns` (theirs: ours), of the rows for which `where` holds."""
+    rows = [row for row in rows_of(name) if where is None or where(row)]
+    digits = digits or {}
+    cells = [[shown(row[column], digits.get(column)) for column in columns] for row in rows]
+    return markdown(list(columns.values()), cells)
+
+
+# Denoisers and texts, each arm at its own best learning rate
+
+
+def denoiser_columns(runs: list[dict], level: int, on_video: bool) -> list[list[float]]:
+    tests = [run["test"] for run in runs]
+    curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
+    columns = [
+        [test["losses"][2] / test["losses"][4] for test in tests],
+        curves[:, level],
+        curves[:, 0],
+        curves[:, level + 1 :].mean(1),
+        [test["salt and pepper"][0] for test in tests],
+        [test["blur"][0] for test in tests],
+    ]
+    if on_video:
+        columns.append([run["another video"]["noise"][level] for run in runs])
+    return columns
+
+
+def denoisers(task: str) -> str:
+    on_video = task != "photos"
+    level = list(script("controlled").GAMMAS[task]).index(0.15)
     header = [
-        "arm", "learning rate", "f_3 / f_5", "noise 0.15", "no noise", "0.25 to 1, mean", "salt and pepper", "blur",
+        "arm", "learning rate", "f_3 / f_5", "noise 0.15", "no noise", "more noise", "salt and pepper", "blur",
     ]  # fmt: skip
-    on_video = tasks != ("photos",)
-    header += ["another video, noise 0.15"] if on_video else []
+    if on_video:
+        header.append("another video")
+    arms = controlled(task)
+    names = [[arm, f"{rate:g}"] for arm, (rate, _) in arms.items()]
+    cells = [denoiser_columns(runs, level, on_video) for _, runs in arms.values()]
+    return means_with_spread(header, names, cells, 2)
+
+
+def denoiser_summary() -> str:
+    level = list(script("controlled").GAMMAS["photos"]).index(0.15)
     rows = []
-    for task, arm, (rate, runs) in [
-        (each, *item) for each in tasks for item in controlled(each).items()
-    ]:
-        tests = [run["test"] for run in runs]
-        curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
-        cells = [curves[:, level], curves[:, 0], curves[:, level + 1 :].mean(1)]
-        cells += [[test[name][0] for test in tests] for name in ("salt and pepper", "blur")]
-        cells += [[run["another video"]["noise"][level] for run in runs]] if on_video else []
-        exits = [test["losses"][2] / test["losses"][4] for test in tests]
-        name = arm if len(tasks) == 1 else f"{MODELS[task]}: {arm}"
-        rows.append([name, f"{rate:g}", spread(exits, 2), *(spread(cell, 2) for cell in cells)])
-    return markdown(header, rows)
+    for arm, name in {
+        "plain": "plain training",
+        "descent": "constrained, default",
+        "alpha 0.3, detach": "constrained, every layer 30 % lower than the one before",
+        "deep supervision": "fixed weights on the layers",
+    }.items():
+        _, runs = controlled("photos")[arm]
+        exit_cost, at_training_noise, clean, *_ = denoiser_columns(runs, level, False)
+        rows.append([name, mean(exit_cost, 2), mean(at_training_noise, 2), mean(clean, 2)])
+    return markdown(
+        ["training", "loss at layer 3, last layer = 1", "error at the training noise", "error without noise"], rows
+    )  # fmt: skip
 
 
 def texts() -> str:
     header = [
-        "arm", "learning rate", "seeds", "f_6", "f_3", "accuracy", "at layer 3", "noise 1", "noise 2", "typos",
-        "the other data",
+        "data", "arm", "learning rate", "accuracy", "at layer 3", "noise 1", "noise 2", "typos", "other data",
     ]  # fmt: skip
-    rows = []
-    others = {"imdb": ("IMDb", "rt-polarity"), "rt_polarity": ("rt-polarity", "imdb")}
-    for task, arm, (rate, runs) in [
-        (each, *item) for each in others for item in controlled(each).items()
-    ]:
-        name, other = others[task]
-        tests = [run["test"] for run in runs]
-        losses = [spread([test["losses"][layer] for test in tests], 3) for layer in (-1, 2)]
-        cells = [[test["accuracy"][layer] for test in tests] for layer in (-1, 2)]
-        cells += [[test["noise"][index] for test in tests] for index in (2, 4)]
-        cells += [
-            [test["typos"][0] for test in tests],
-            [run[other]["accuracy"][-1] for run in runs],
-        ]
-        shares = [spread(cell, 1, 100) for cell in cells]
-        rows.append([f"{name}: {arm}", f"{rate:g}", f"{len(runs)}", *losses, *shares])
-    return markdown(header, rows)
+    names, cells = [], []
+    for task, data, other in (("imdb", "IMDb", "rt_polarity"), ("rt_polarity", "rt-polarity", "imdb")):  # fmt: skip
+        other = {"rt_polarity": "rt-polarity"}.get(other, other)
+        for arm, (rate, runs) in controlled(task).items():
+            tests = [run["test"] for run in runs]
+            names.append([data, arm, f"{rate:g}"])
+            cells.append(
+                [
+                    [test["accuracy"][-1] for test in tests],
+                    [test["accuracy"][2] for test in tests],
+                    [test["noise"][2] for test in tests],
+                    [test["noise"][4] for test in tests],
+                    [test["typos"][0] for test in tests],
+                    [run[other]["accuracy"][-1] for run in runs],
+                ]
+            )
+    return means_with_spread(header, names, cells, 1, scale=100)
+
+
+def text_losses() -> str:
+    names, cells = [], []
+    for task, data in (("imdb", "IMDb"), ("rt_polarity", "rt-polarity")):
+        for arm, (_, runs) in controlled(task).items():
+            names.append([data, arm])
+            losses = [[run["test"]["losses"][layer] for run in runs] for layer in (2, -1)]
+            cells.append(losses)
+    return means_with_spread(["data", "arm", "f_3", "f_6"], names, cells, 3)
+
+
+def deep_classifier(what: str, layers=(5, 10, 15, 17, 20, 25, 29, 30)) -> str:
+    """Of SmolLM2's 30 layers those that show the course, the mean of two seeds."""
+    rows = [
+        [arm, *(mean([run["test"][what][layer - 1] for run in runs], 3) for layer in layers)]
+        for arm, (_, runs) in controlled("smollm2").items()
+    ]
+    return markdown(["training", *(f"layer {layer}" for layer in layers)], rows)
+
+
+# Runs to a specification
 
 
 def finished_runs() -> str:
@@ -125,194 +234,443 @@ def from_finished(benchmark, ask, task: str, arm: str, seeds, budget: int = 8):
         return ask(benchmark.parse([*words, "--output", finished_runs()]))
 
 
+@cache
+def searches(task: str, arm: str) -> list[list[dict]]:
+    """The runs that the search of each seed took."""
+    seeds, _, budget = SPECIFICATIONS[task]
+    benchmark = script("runs_to_specification")
+    found = from_finished(
+        benchmark, lambda options: list(benchmark.searches(options)), task, arm, seeds, budget
+    )
+    return [runs for *_, runs in found]
+
+
+def asked_of(task: str) -> str:
+    kind, number = task.split("_")
+    exits = script("runs_to_specification").EXITS[kind][number]
+    return ", ".join(f"f_{layer} <= {1 + excess:g} f_L" for layer, excess in exits.items())
+
+
+def excess_of(run: dict, exits: dict) -> tuple:
+    """By how much a run misses its exits; runs that broke down come last."""
+    ratios = [run["certify"][k - 1] / run["certify"][-1] / (1 + eps) for k, eps in exits.items()]
+    return run["broke"], max(ratios)
+
+
 def specification() -> str:
-    """Of every task and arm what each seed took, from the finished runs alone."""
+    """Of every task and arm what its searches took, and what the runs that met it (or came nearest) reached."""
     benchmark, rows = script("runs_to_specification"), []
-    for task, (seeds, arms, budget) in SPECIFICATIONS.items():
+    for task, (_, arms, _) in SPECIFICATIONS.items():
         kind, number = task.split("_")
+        exits = benchmark.EXITS[kind][number]
         for arm in arms:
-            searches = from_finished(
-                benchmark,
-                lambda options: list(benchmark.searches(options)),
-                task,
-                arm,
-                seeds,
-                budget,
-            )
-            found = [runs for *_, runs in searches]
-            met = list(map(benchmark.found_by, found))
-            exits = benchmark.EXITS[kind][number]
-
-            def excess(run, exits=exits):
-                return run["broke"], max(
-                    run["certify"][k - 1] / run["certify"][-1] / (1 + eps)
-                    for k, eps in exits.items()
-                )
-
-            shown = [run for run in met if run] or [min(runs, key=excess) for runs in found]
+            found = searches(task, arm)
+            met = [benchmark.found_by(runs) for runs in found]
+            nearest = [min(runs, key=lambda run: excess_of(run, exits)) for runs in found]
+            shown_runs = [run for run in met if run] or nearest
             ratios = [
-                spread([r["certify"][k - 1] / r["certify"][-1] for r in shown], 3) for k in exits
+                mean([run["certify"][k - 1] / run["certify"][-1] for run in shown_runs], 3)
+                for k in exits
             ]
-            asked = ", ".join(f"f_{k} <= {1 + eps:g} f_L" for k, eps in exits.items())
-            counts = ", ".join(
-                f"{len(runs)}" if done else f"not in {len(runs)}" for runs, done in zip(found, met)
-            )
-            first = [
-                run["met"] for runs in found for run in runs[: len(benchmark.LEARNING_RATES[kind])]
-            ]
-            at_once = f"{sum(first)} of {len(first)}"
-            last = spread([run["certify"][-1] for run in shown], 3)
-            metric = spread([run["values"][-1] for run in shown], 4)
-            seconds = spread([sum(run["seconds"] for run in runs) for runs in found], 0)
+            last = [run["certify"][-1] for run in shown_runs]
             rows.append(
                 [
-                    kind,
-                    asked,
-                    arm.replace("_", " "),
-                    counts,
-                    at_once,
-                    last,
-                    ", ".join(ratios),
-                    metric,
-                    seconds,
+                    MODELS[kind],
+                    asked_of(task),
+                    ARMS[arm],
+                    f"{sum(map(bool, met))} of {len(met)}",
+                    str(sum(map(len, found))),
+                    mean(last, 3),
+                    deviation(last, 3),
+                    *[*ratios, ""][:2],
                 ]
             )
     header = [
-        "task", "asked", "arm", "runs of each seed", "first runs that met it", "f_L", "f_k / f_L",
-        "metric at the last", "seconds",
+        "model", "asked", "training", "seeds that met it", "runs in all", "f_L", "spread",
+        "first exit / f_L", "second exit / f_L",
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
+def exits() -> str:
+    """The searches of constraints and of fixed weights beside each other."""
+    benchmark, rows = script("runs_to_specification"), []
+    for task in SPECIFICATIONS:
+        cells = []
+        for arm in ("ours", "fixed"):
+            found = searches(task, arm)
+            met = sum(bool(benchmark.found_by(runs)) for runs in found)
+            cells += [f"{met} of {len(found)}", str(sum(map(len, found)))]
+        rows.append([MODELS[task.split("_")[0]], asked_of(task), *cells])
+    header = [
+        "model", "asked", "constrained: seeds that met it", "its runs", "fixed weights: seeds that met it", "its runs",
     ]  # fmt: skip
     return markdown(header, rows)
 
 
 def holds() -> str:
     """How often the settings that a search found meet the specification with another seed."""
-    benchmark = script("runs_to_specification")
-    tables = [
-        from_finished(benchmark, benchmark.holds, task, "ours", seeds)
-        for task, seeds in HOLDS.items()
-    ]
-    cells = [
-        [cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] for table in tables
-    ]
-    return (
-        "; ".join(
-            f"{task}: {met} searches met it, {pairs} pairs hold" for task, _, met, pairs in cells
-        )
-        + "."
-    )
+    benchmark, rows = script("runs_to_specification"), []
+    for task, seeds in HOLDS.items():
+        table = from_finished(benchmark, benchmark.holds, task, "ours", seeds)
+        *_, last = table.splitlines()
+        _, _, met, pairs = [cell.strip() for cell in last.strip("|").split("|")]
+        rows.append([MODELS[task.split("_")[0]], asked_of(task), met, pairs])
+    return markdown(["model", "asked", "searches that met it", "pairs of seeds that hold"], rows)
 
 
-def deep_classifier() -> str:
-    """Of SmolLM2's 30 layers those that show the course, each cell with one value per seed."""
-    arms, layers, rows = controlled("smollm2"), (5, 10, 15, 17, 20, 25, 29, 30), []
-    for name, what in (("losses", "loss"), ("accuracy", "accuracy")):
-        for arm, (rate, runs) in arms.items():
-            cells = [
-                " / ".join(f"{run['test'][name][layer - 1]:.3f}" for run in runs)
-                for layer in layers
-            ]
-            rows.append([f"{arm}, {what}", f"{rate:g}", *cells])
-    return markdown(["layer", "learning rate", *map(str, layers)], rows)
+def defaults_runs(kind: str) -> dict[str, list[dict]]:
+    """The runs of a task by arm: plain training, the defaults, and the defaults with other settings."""
+    usual = {"task", "exits", "rate", "seed", "steps", "objective"}
+    arms = defaultdict(list)
+    for run in lines_of("runs_to_specification.jsonl"):
+        settings = run["settings"]
+        if settings["task"] != f"{kind}_defaults":
+            continue
+        changed = [f"`{name}` {value}" for name, value in settings.items() if name not in usual]
+        name = "plain" if settings["objective"] == "erm" else ", ".join(["defaults", *changed])
+        arms[name].append(run)
+    return dict(sorted(arms.items(), key=lambda pair: pair[0] != "plain"))
 
 
 def defaults() -> str:
-    benchmark = script("runs_to_specification")
-    runs = [
-        run
-        for run in benchmark.Runs(finished_runs()).all()
-        if run["settings"]["task"].endswith("_defaults")
-    ]
-    usual, rows = {"task", "exits", "rate", "seed", "steps", "objective"}, []
-    for kind in benchmark.DEFAULT_RATES:
-        arms = defaultdict(list)
-        for run in (run for run in runs if run["settings"]["task"] == f"{kind}_defaults"):
-            others = {name: value for name, value in run["settings"].items() if name not in usual}
-            changed = "".join(f", `{name}` {value}" for name, value in others.items())
-            arms["plain" if run["settings"]["objective"] == "erm" else f"defaults{changed}"].append(
-                run
+    rows = []
+    for kind in script("runs_to_specification").DEFAULT_RATES:
+        for name, own in defaults_runs(kind).items():
+            _, found = at_best_rate(own)
+            last = len(found[0]["certify"])
+            middle = (last + 1) // 2
+            rows.append(
+                [
+                    MODELS[kind],
+                    name,
+                    f"{sum(run['met'] for run in found)} of {len(found)}",
+                    mean([run["share"] for run in found], 2),
+                    mean([run["certify"][middle - 1] for run in found], 3),
+                    mean([run["certify"][-1] for run in found], 3),
+                    mean([run["values"][middle - 1] for run in found], 3),
+                    mean([run["values"][-1] for run in found], 3),
+                ]
             )
-        for name, own in sorted(arms.items(), key=lambda pair: pair[0] != "plain"):
-            rate, found = at_best_rate(own)
-            middle = (len(found[0]["certify"]) + 1) // 2
-            met = f"{sum(run['met'] for run in found)} of {len(found)}"
-            share = spread([run["share"] for run in found], 2)
-            cells = [spread([run[key][layer - 1] for run in found], 3) for key in ("certify", "values")
-                     for layer in (middle, len(found[0]["certify"]))]  # fmt: skip
-            rows.append([kind, name, f"{rate:g}", met, share, *cells])
     header = [
-        "task",
-        "arm",
-        "learning rate",
-        "met",
-        "share",
-        "f_3",
-        "f_L",
-        "metric at layer 3",
-        "at the last",
-    ]
+        "model", "training", "met", "descent share", "f_3", "f_L", "metric at layer 3",
+        "metric at the last layer",
+    ]  # fmt: skip
     return markdown(header, rows)
+
+
+def price() -> str:
+    """What the defaults change at the last layer and at the middle one."""
+    rows = []
+    for kind in script("runs_to_specification").DEFAULT_RATES:
+        arms = defaults_runs(kind)
+        _, plain = at_best_rate(arms["plain"])
+        _, ours = at_best_rate(arms["defaults"])
+        losses = [np.mean([run["certify"][-1] for run in runs]) for runs in (plain, ours)]
+        rise = 100 * (losses[1] / losses[0] - 1)
+        values = [
+            mean([run["values"][layer] for run in runs], 3)
+            for layer in (2, -1)
+            for runs in (plain, ours)
+        ]
+        rows.append([f"{MODELS[kind]} ({METRICS[kind]})", f"{rise:+.1f} %", *values])
+    header = [
+        "model (metric)", "last layer's loss", "layer 3, plain", "layer 3, constrained",
+        "last layer, plain", "last layer, constrained",
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
+# Time
+
+
+def ratios_of(file: str, arm: str, plain: str) -> list[float]:
+    found = json.loads((RESULTS / file).read_text())
+    if "runs" in found:  # several steps in each round
+        seconds, _ = script("lm_step").rounds_of(found["runs"])
+    else:
+        seconds = found["seconds"]
+    return [one / other for one, other in zip(seconds[arm], seconds[plain])]
 
 
 def steps() -> str:
     rows = []
     for name, (file, arm, plain) in STEPS.items():
-        found = json.loads((RESULTS / file).read_text())
-        if "runs" in found:  # several steps in each round
-            seconds, _ = script("lm_step").rounds_of(found["runs"])
-        else:
-            seconds = found["seconds"]
-        ratios = [one / other for one, other in zip(seconds[arm], seconds[plain])]
-        low, middle, high = script("harness").quartiles(ratios)
-        shown = (
-            f"{low:.2f} to {high:.2f}"
-            if len(ratios) > 3
-            else ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        )
-        rows.append([name, f"{middle:.2f}", f"{len(ratios)}: {shown}"])
-    return markdown(
-        [
-            "what",
-            "time, plain training or evaluation = 1",
-            "rounds: quartiles of ratios (of three: each)",
-        ],
-        rows,
+        ratios = ratios_of(file, arm, plain)
+        quartiles = script("harness").quartiles(ratios)
+        low, middle, high = (f"{value:.2f}" for value in quartiles)
+        rows.append([name, middle, low, high, str(len(ratios))])
+    return markdown(["what", "time, plain = 1", "lower quartile", "upper quartile", "rounds"], rows)
+
+
+def time() -> str:
+    rows = [
+        [name, mean([script("harness").quartiles(ratios_of(*of))[1]], 2)]
+        for name, of in STEPS.items()
+    ]
+    for row in rows_of("gpu steps"):
+        if row["step"].startswith("ours") and row["case"] in GPU_CASES:
+            name = f"{GPU_CASES[row['case']]}, {row['step'].removeprefix('ours').strip(', ')}"
+            rows.append([name.strip(", "), shown(row["ratio, both rounds"], 2)])
+    return markdown(["what", "time, plain = 1"], rows)
+
+
+def smollm2_exits(rates: str) -> str:
+    """Two seeds' mean of each arm, and each rate, without noise; runs of older code are left out."""
+    rows = defaultdict(list)
+    for row in rows_of("SmolLM2, exits"):
+        old = row["arm"] == "LayerSkip" and row["commit"] == "ccc0a0d"
+        if row["dual rate"] or (row["trained weights"] == "adapters") != (rates == "adapters") or old:  # fmt: skip
+            continue
+        rows[row["arm"], row["learning rate"]].append(row)
+    columns = ["f_10", "f_15", "f_25", "f_30", "token accuracy at 15", "token accuracy at 30"]
+    digits = [2, 2, 2, 2, 2, 2]
+    cells = []
+    for (arm, rate), runs in sorted(rows.items(), key=lambda item: (ORDER.index(item[0][0]), item[0][1])):  # fmt: skip
+        numbers = [mean([run[c] for run in runs], d) for c, d in zip(columns, digits)]
+        certified = [run["certified f_15 / f_30"] for run in runs]
+        least = mean(certified, 2) if all(certified) else "none"
+        cells.append([arm, f"{rate:g}", str(len(runs)), *numbers, least])
+    header = ["training", "learning rate", "seeds", *columns, "least certified f_15 / f_30"]
+    return markdown(header, cells)
+
+
+def smollm2_noise() -> str:
+    rows = defaultdict(list)
+    for row in rows_of("SmolLM2, noise"):
+        rows[row["noise of training"], row["arm"]].append(row)
+    levels = ["0", "0.25", "0.5", "0.75", "1", "1.5"]
+    cells = [
+        [arm, f"{trained:g}", str(len(runs)), *(mean([run[level] for run in runs], 3) for level in levels)]
+        for (trained, arm), runs in sorted(rows.items(), key=lambda item: item[0][0])
+    ]  # fmt: skip
+    return markdown(["training", "its noise", "seeds", *(f"noise {level}" for level in levels)], cells)  # fmt: skip
+
+
+def gpu_steps() -> str:
+    return table_of(
+        "gpu steps",
+        {
+            "case": "case",
+            "step": "step",
+            "s a step": "s a step",
+            "ratio, both rounds": "time, plain = 1",
+            "peak memory, stock Trainer = 1": "peak memory, plain = 1",
+            "start in steps": "start, in steps",
+        },
+        digits={"ratio, both rounds": 2, "peak memory, stock Trainer = 1": 2},
     )
 
 
-MODELS = {"dust": "DUST", "vit": "ViT"}
-SEARCHED = ("ours", "fixed", "quadratic", "hinge", "deep_supervision")
+def step_machines() -> str:
+    """The least and the greatest ratio of a step over the machines and days it was measured on."""
+    cases = ("classifier", "language model, default", "language model, all tokens", "denoiser")
+    rows = []
+    for case in cases:
+        ratios = [
+            row["ratio to plain training"] for row in rows_of("step times") if row["case"] == case
+        ]
+        numbers = (min(ratios), np.median(ratios), max(ratios))
+        rows.append([case, *(f"{number:.2f}" for number in numbers), str(len(ratios))])
+    return markdown(["step", "least", "median", "greatest", "measurements"], rows)
+
+
+def operators() -> str:
+    columns = {
+        "step on all tokens": "step on all tokens",
+        "s of processor time": "s a step",
+        "stock Trainer = 1": "time, plain = 1",
+        "peak memory, stock Trainer = 1": "peak memory, plain = 1",
+    }
+    return table_of("language model operators", columns)
+
+
+def evaluations() -> str:
+    columns = {
+        "case": "evaluation",
+        "ratio": "time, plain evaluation = 1",
+        "lower quartile": "lower quartile",
+        "upper quartile": "upper quartile",
+        "commit": "commit",
+    }
+    return table_of("evaluation times", columns)
+
+
+def compiled() -> str:
+    columns = {
+        "step": "step",
+        "BERT, stock Trainer = 1": "BERT, plain = 1",
+        "Llama, stock Trainer = 1": "Llama, plain = 1",
+    }
+    return table_of("compiled layers", columns, digits=dict.fromkeys(list(columns)[1:], 2))
+
+
+def token_fraction() -> str:
+    table = recorded("token fraction")
+    return table_of("token fraction", {column: column for column in table["columns"]})
+
+
+def passes() -> str:
+    columns = ("noise", "input", "1 pass", "2 passes", "3 passes", "chosen", "mixed")
+    return table_of("passes", {column: column for column in columns}, dict.fromkeys(columns, 2))
+
+
+def false_positives() -> str:
+    columns = ("seeds", "pairing", "found", "of", "share", "95 % upper bound")
+    return table_of("false positives", {column: column for column in columns})
+
+
+def dual_traffic() -> str:
+    columns = ("model", "dual side, bytes", "gradients, bytes")
+    return table_of("dual traffic", {column: column for column in columns})
+
+
+def levers() -> str:
+    """What was tried to bring MiniLM's layer 3 lower."""
+    columns = {
+        "": "training",
+        "f_3": "f_3",
+        "f_L": "f_L",
+        "accuracy at layer 3": "accuracy at layer 3",
+        "at the last": "accuracy at the last layer",
+    }
+    digits = dict.fromkeys(list(columns)[1:], 3)
+    return table_of("learning rates by layer on MiniLM", columns, digits)
+
+
+def onnx() -> str:
+    columns = ("layers of 6", "ms", "time, all layers = 1")
+    return table_of("onnx", {column: column for column in columns})
+
+
+def all_of(name: str, digits: int | None = None) -> str:
+    """A recorded table as it is, its numbers but those of the first column with `digits`."""
+    first, *others = recorded(name)["columns"]
+    columns = {column: column for column in (first, *others)}
+    return table_of(name, columns, dict.fromkeys(others, digits))
+
+
+def smollm2_gpu() -> str:
+    columns = ["arm", "steps", "f_10", "f_15", "f_25", "f_30", "f_15 / f_30"]
+    columns += ["token accuracy at 15", "token accuracy at 30"]
+    return table_of("SmolLM2, an epoch on a GPU", {column: column for column in columns})
+
+
+def smollm2_drafts() -> str:
+    columns = {
+        "arm": "training, learning rate",
+        "layer": "layers that draft",
+        "greedy tokens": "share of tokens predicted",
+        "with the shortlist": "time with a shortlist, plain decoding = 1",
+        "without it": "time without it",
+    }
+    return table_of("SmolLM2, drafts for 64 instructions", columns)
+
+
+def plan(name: str) -> str:
+    return table_of(
+        name,
+        {
+            "setting": "setting",
+            "peak, GiB": "peak, GiB",
+            "weights, GiB": "weights, GiB",
+            "optimizer, GiB": "optimizer, GiB",
+            "hidden states, GiB": "hidden states, GiB",
+            "readout, GiB": "readout, GiB",
+        },
+    )
+
+
+MODELS = {"denoiser": "denoiser", "minilm": "MiniLM", "imdb": "MiniLM, IMDb", "lm": "tiny Llama"}
+METRICS = {"denoiser": "rmse", "minilm": "accuracy", "imdb": "accuracy", "lm": "token accuracy"}
+ARMS = {
+    "ours": "constrained",
+    "fixed": "fixed weights",
+    "quadratic": "quadratic penalty",
+    "hinge": "hinge penalty",
+    "deep_supervision": "deep supervision",
+}
+ORDER = ["plain training", "descent", "deep supervision", "LayerSkip"]
 SPECIFICATIONS = {  # seeds, arms and most runs of each task
-    "denoiser_easy": ((3, 4, 5), SEARCHED, 8),
-    "denoiser_two": ((3, 4, 5), SEARCHED, 8),
-    "denoiser_one": ((3, 4, 5), SEARCHED, 8),
-    "minilm_one": ((4, 5, 6), SEARCHED, 8),
+    "denoiser_easy": ((3, 4, 5), tuple(ARMS), 8),
+    "denoiser_two": ((3, 4, 5), tuple(ARMS), 8),
+    "denoiser_one": ((3, 4, 5), tuple(ARMS), 8),
+    "minilm_one": ((4, 5, 6), tuple(ARMS), 8),
     "minilm_two": ((4, 5, 6), ("ours", "fixed", "quadratic"), 8),
     "imdb_one": ((4, 5, 6), ("ours", "fixed"), 5),
     "lm_one": ((4, 5, 6), ("ours", "fixed"), 5),
 }
 HOLDS = dict.fromkeys(("denoiser_easy", "denoiser_two", "denoiser_one", "minilm_one"), range(3, 8))
 STEPS = {
-    "step of a classifier": ("classifier_step.json", "descent", "stock Trainer"),
-    "step of a language model, default": ("lm_step.json", "subsampled", "erm"),
-    "step of a language model, all tokens": ("lm_step.json", "exact", "erm"),
-    "step of a denoiser": ("denoiser_step.json", "descent+noise", "erm+noise"),
-    "evaluation of all layers, language model": (
+    "step of a classifier, CPU": ("classifier_step.json", "descent", "stock Trainer"),
+    "step of a language model, CPU": ("lm_step.json", "subsampled", "erm"),
+    "the same, all tokens read at every layer": ("lm_step.json", "exact", "erm"),
+    "step of a denoiser, CPU": ("denoiser_step.json", "descent+noise", "erm+noise"),
+    "evaluation of all layers, language model, CPU": (
         "evaluation.json",
         "all layers",
         "plain evaluation",
     ),
 }
+GPU_CASES = {
+    "Llama 3.1 8B's shape, LoRA, bfloat16, 1 x 2,048 tokens": "step of Llama 3.1 8B's shape, GPU",
+    "BERT base, 32 rows of 128 tokens, float32": "step of BERT base, GPU",
+}
 TABLES = {
-    "runs to specification": specification, "holds": holds, "defaults": defaults, "steps": steps,
-    "photos": partial(denoisers, "photos"), "video": partial(denoisers, "video"), "texts": texts,
-    "other denoisers": partial(denoisers, "dust", "vit"), "deep classifier": deep_classifier,
-}  # fmt: skip
+    "exits": exits,
+    "price": price,
+    "time": time,
+    "runs to specification": specification,
+    "holds": holds,
+    "defaults": defaults,
+    "steps": steps,
+    "operators": operators,
+    "evaluations": evaluations,
+    "compiled": compiled,
+    "token fraction": token_fraction,
+    "passes": passes,
+    "false positives": false_positives,
+    "dual traffic": dual_traffic,
+    "levers": levers,
+    "onnx": onnx,
+    "demo": partial(all_of, "demo", 2),
+    "imdb-minilm": partial(all_of, "imdb-minilm", 3),
+    "alpaca-stories260k": partial(all_of, "alpaca-stories260k", 3),
+    "video-ut": partial(all_of, "video-ut", 2),
+    "operations of the recipes": partial(all_of, "operations of the recipes"),
+    "smollm2 GPU": smollm2_gpu,
+    "smollm2 drafts": smollm2_drafts,
+    "step machines": step_machines,
+    "gpu": gpu_steps,
+    "denoiser summary": denoiser_summary,
+    "photos": partial(denoisers, "photos"),
+    "video": partial(denoisers, "video"),
+    "DUST": partial(denoisers, "dust"),
+    "ViT": partial(denoisers, "vit"),
+    "texts": texts,
+    "text losses": text_losses,
+    "deep classifier accuracy": partial(deep_classifier, "accuracy"),
+    "deep classifier loss": partial(deep_classifier, "losses"),
+    "deep classifier summary": partial(deep_classifier, "accuracy", (10, 15, 30)),
+    "smollm2 exits": partial(smollm2_exits, "all"),
+    "smollm2 adapters": partial(smollm2_exits, "adapters"),
+    "smollm2 noise": smollm2_noise,
+    "plan of Llama 3.1 8B, LoRA": partial(plan, "plan of Llama 3.1 8B, LoRA"),
+    "plan of Llama 3.1 8B, all weights": partial(plan, "plan of Llama 3.1 8B, all weights"),
+}
 
 
-def page() -> str:
-    text = (DOCS / "results.md.in").read_text()
-    return re.sub(r"<!-- table (.+?) -->", lambda match: TABLES[match[1]](), text)
+def documents() -> list[Path]:
+    """Every document that has a generated table."""
+    candidates = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    candidates += (ROOT / "recipes").rglob("README.md")
+    return [path for path in candidates if MARKED.search(path.read_text())]
+
+
+def filled(text: str) -> str:
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
 
 
 if __name__ == "__main__":
-    (DOCS / "results.md").write_text(page())
+    for document in documents():
+        document.write_text(filled(document.read_text()))

@@ -1,4 +1,4 @@
-"""The commands that the smoke recipes' README gives, and what a run of one wrote."""
+"""The commands that the smoke recipes' READMEs give, and what a run of one wrote."""
 
 import json
 import re
@@ -11,8 +11,9 @@ SMOKE = ROOT / "recipes" / "smoke"
 
 
 def smoke_command(recipe):
-    """The words after `hf-descent` of the README's command for a recipe, named by the end of its path."""
-    lines = re.findall(r"^hf-descent (.*)$", (SMOKE / "README.md").read_text(), re.MULTILINE)
+    """The words after `hf-descent` of the READMEs' command for a recipe, named by the end of its path."""
+    texts = "\n".join(path.read_text() for path in sorted(SMOKE.rglob("README.md")))
+    lines = re.findall(r"^hf-descent (.*)$", texts, re.MULTILINE)
     return next(
         words
         for words in map(shlex.split, lines)

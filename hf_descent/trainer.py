@@ -33,6 +33,7 @@ from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .hub.card import PAPER, TAGS
 from .hub.push import write_card
 from .losses.task import TaskLoss
+from .models import give_linear_readout
 from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
 from .readout.replay import Readout
@@ -40,7 +41,7 @@ from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
-from .training.card import card_facts
+from .training.card import card_facts, results_of_weights
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
 from .training.records import LayerTotals, RunRecord, StepSums, counted_step, reduced
@@ -89,7 +90,12 @@ class DescentMixin:
         checks.check_one_loss(layer_loss_fn, keywords.get("compute_loss_func"))
         if layer_loss_fn is not None:
             keywords["compute_loss_func"] = layer_loss_fn
-        self._readout, self._dual_dataset = readout, dual_dataset
+        # "mean" and "cls" make the model one that reads so: what is trained and measured is what is saved.
+        self._pooling = readout if isinstance(readout, str) else None
+        self._readout = None if isinstance(readout, str) else readout
+        self._dual_dataset = dual_dataset
+        if model is not None:
+            self._set_pooling(model)
         self._task: TaskLoss | None = None
         self._objective: DescentObjective | None = None
         self._noise: EmbeddingNoise | None = None
@@ -97,6 +103,15 @@ class DescentMixin:
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
         self._add_callbacks()
+
+    def _set_pooling(self, model: nn.Module) -> None:
+        if self._pooling is not None:
+            give_linear_readout(model, self._pooling)
+
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        self._set_pooling(model)
+        return model
 
     def _add_callbacks(self) -> None:
         """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs neither."""
@@ -484,6 +499,7 @@ class DescentMixin:
         # What was measured before is of another model.
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
         self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
+        checkpoints.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
@@ -538,6 +554,8 @@ class DescentMixin:
         ):  # the old one would stand for a complete save
             Path(output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
+        if self._readout is not None and not _internal_call and self.is_world_process_zero():
+            checkpoints.warn_of_readout(self._readout)
         if self.args.should_save:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
         if (
@@ -577,8 +595,10 @@ class DescentMixin:
         given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
         run = RunFolder(self.args.output_dir)
         run.write_summary(self._run_summary())
-        run.write(self._record.results)
-        write_card(run.path, **card_facts(self, given, trained=self._record.started is not None))
+        if self._readout is None:
+            run.write(results_of_weights(self, self._record))
+        trained = self._record.started is not None
+        write_card(run.path, **card_facts(self, given, trained, self._readout))
 
 
 class DescentTrainer(DescentMixin, Trainer):
@@ -588,10 +608,12 @@ class DescentTrainer(DescentMixin, Trainer):
         model, args, ...:
             As for [`~transformers.Trainer`]; plain `TrainingArguments` get the defaults of [`DescentConfig`].
         readout (`Callable`, `"mean"` or `"cls"`, *optional*, keyword only):
-            What reads every layer in place of the model's own tail: `readout(model, hidden, inputs) -> logits`, hidden
-            states `[batch, seq, hidden]`. "mean" and "cls" are a classifier's last linear layer on the mean of the
-            tokens and on the first one, without pooler and final norm. A readout is not saved with the model, whose
-            own tail is not trained; `LinearReadoutForSequenceClassification` is a model that reads in this way.
+            What reads every layer in place of the model's own tail. "mean" and "cls" are a classifier's last linear
+            layer on the mean of the tokens and on the first one: the model becomes, in place, a
+            `LinearReadoutForSequenceClassification` (or its like for images, videos and sounds), which is saved and
+            cut as such (see [`~hf_descent.models.give_linear_readout`]). A function `readout(model, hidden, inputs) ->
+            logits`, of hidden states `[batch, seq, hidden]`, is not saved: loaded, the model has its own tail, which
+            was not trained, and the card gives no numbers.
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.

@@ -6,6 +6,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..hub.push import OPTIONAL_FILES, collect, write_card
+from ..runs import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +54,13 @@ def run(args: argparse.Namespace) -> None:
             .create_repo(args.push_to_hub, private=args.private or None, exist_ok=True)
             .repo_id
         )
-    write_card(args.run, repo_id=repo_id, **facts)
+    card = write_card(args.run, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
     if args.push_to_hub:
         ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]
         ignored += ["optimizer*", "scheduler*", "scaler.pt", "rng_state*"]
+        if card["readout"]:  # whose numbers the uploaded model does not have
+            ignored += ["*_results.json", "trainer_state.json", *RunFolder.EVALUATIONS]
         commit = HfApi().upload_folder(
             repo_id=repo_id,
             folder_path=args.run,

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 from huggingface_hub import eval_result_entries_to_yaml
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from ..configs import upper_level
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
@@ -29,6 +29,8 @@ from ..runs import RunFolder
 from .card import PAPER, TAGS, benchmark_entry, metrics_of, render
 
 
+logger = logging.get_logger(__name__)
+
 # How the class names in `hf_descent.models` begin.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
 RESULTS: dict[str, type[Result]] = {  # by the names of their files
@@ -39,6 +41,15 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "confidence_exit": ConfidenceReport,
     "speculation_profile": SpeculationProfile,
 }
+# Those of the results, and of the facts, that a custom readout has measured.
+MEASURED_BY_READOUT = (
+    "evaluation",
+    "evaluated",
+    "split",
+    "noise_curve",
+    "layer_profile",
+    "verdict",
+)
 # Facts that people give, kept when the model is trained again. The rest of a card belongs to one training.
 GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
@@ -75,7 +86,8 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     A result whose file is gone is left out, even if the card had it.
 
     `facts`, of a trainer or `GIVEN` by people, replace what was known, but for those that are `None`: `datasets` are
-    those trained on, `limits` sentences, `benchmark` the id of a data set on the Hub, a task and a metric.
+    those trained on, `limits` sentences, `benchmark` the id of a data set on the Hub, a task and a metric, `readout`
+    the name of the function that measured in place of the model's own head, or "".
 
     ValueError where the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """
@@ -88,6 +100,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
             f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder."
         )
     descent = run.summary
+    measured_by = facts.pop("readout", None)
     left_out = (*RESULTS, "baseline", "evaluated")
     known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
     known |= {
@@ -152,6 +165,15 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
         card["evaluation"] = {
             name: newer.get(name.split("_", 1)[-1], value) for name, value in given.items()
         }
+    # The saved model does not have what was measured by a function that is not saved. `exit` cuts, and measures, the
+    # model's own head.
+    card["readout"] = descent.get("readout") if measured_by is None else measured_by
+    if card["readout"]:
+        logger.warning(
+            f"The readout `{card['readout']}` is not saved with the model: the card gives no number that it measured."
+        )
+        for name in MEASURED_BY_READOUT:
+            card.pop(name, None)
     metrics = metrics_of(card.get("evaluation") or {})
     if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
         measured = ", ".join(metrics) or "no evaluation"
@@ -161,14 +183,15 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     return plain(card)
 
 
-def write_card(folder: str | Path, **facts: Any) -> None:
+def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     """Write `model_card.json`, `README.md` with its figures, a benchmark's result in the Hub's own format and, where
-    drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`]."""
+    drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`], whose values
+    are returned."""
     folder, card = Path(folder), collect(folder, **facts)
     run = Run.load(str(folder), needs_curve=False)
     groups = {card["model_name"]: [run]}
-    drawn = {"layers": plot_layers} if run.profiles else {}
-    drawn |= {"noise": plot_curves} if run.curve else {}
+    drawn = {"layers": plot_layers} if run.profiles and not card["readout"] else {}
+    drawn |= {"noise": plot_curves} if run.curve and not card["readout"] else {}
     card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
     text = str(
         render(card)
@@ -188,6 +211,7 @@ def write_card(folder: str | Path, **facts: Any) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
             file.write(content)
+    return card
 
 
 def _shown(result: Result) -> dict[str, Any]:

@@ -290,7 +290,8 @@ def find_layer_losses(
         )
         if trains and readout is not None:
             logger.warning_once(
-                "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head."
+                "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head, and its card gives "
+                "no numbers."
             )
         if trains:
             task.takes_items = task.divides_by_items(inputs)

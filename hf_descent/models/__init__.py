@@ -1,9 +1,23 @@
 """The package's own architectures. Importing this module registers them with the Auto classes of transformers."""
 
-from transformers import AutoConfig, AutoModelForImageToImage, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForAudioClassification,
+    AutoModelForImageClassification,
+    AutoModelForImageToImage,
+    AutoModelForSequenceClassification,
+    AutoModelForVideoClassification,
+)
 
 from .dust import DustConfig, DustForVideoDenoising
-from .linear_readout import LinearReadoutConfig, LinearReadoutForSequenceClassification
+from .linear_readout import (
+    LinearReadoutConfig,
+    LinearReadoutForAudioClassification,
+    LinearReadoutForImageClassification,
+    LinearReadoutForSequenceClassification,
+    LinearReadoutForVideoClassification,
+)
+from .linear_readout import give_linear_readout as give_linear_readout
 from .ut import UTConfig, UTForSequenceClassification, UTForVideoDenoising
 from .vit_denoiser import ViTDenoiserConfig, ViTForDenoising
 
@@ -14,3 +28,6 @@ for model_class in (LinearReadoutForSequenceClassification, UTForSequenceClassif
     AutoModelForSequenceClassification.register(model_class.config_class, model_class)
 for model_class in (DustForVideoDenoising, UTForVideoDenoising, ViTForDenoising):
     AutoModelForImageToImage.register(model_class.config_class, model_class)
+AutoModelForAudioClassification.register(LinearReadoutConfig, LinearReadoutForAudioClassification)
+AutoModelForImageClassification.register(LinearReadoutConfig, LinearReadoutForImageClassification)
+AutoModelForVideoClassification.register(LinearReadoutConfig, LinearReadoutForVideoClassification)

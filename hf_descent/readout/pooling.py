@@ -8,6 +8,9 @@ from torch import nn
 from .stack import inner_model
 
 
+POOLINGS = ("mean", "cls")
+
+
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
     """Hidden states `[batch, seq, width]` to `[batch, width]`: the first token, or the mean of all but padding."""
     if pooling == "cls":
@@ -18,12 +21,12 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str
 
 def pooled_readout(model: nn.Module, pooling: str) -> Callable:
     """The `readout(model, hidden, inputs)` that the word `pooling` stands for; ValueError where `model` has none."""
-    if pooling not in ("mean", "cls"):
+    if pooling not in POOLINGS:
         raise ValueError(
             f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs)`."
         )
     config = getattr(inner_model(model), "config", None)
-    heads = _linear_layers(model, getattr(config, "num_labels", None))
+    heads = linear_layers(model, getattr(config, "num_labels", None))
     if not heads:
         raise ValueError(
             f"`readout` is {pooling!r}, but {type(model).__name__} has no linear layer with one output per label."
@@ -33,8 +36,8 @@ def pooled_readout(model: nn.Module, pooling: str) -> Callable:
     )
 
 
-def _linear_layers(module: nn.Module, outputs: int | None) -> list[nn.Module]:
-    """Those with that many outputs; an adapted one as a whole, without the matrices of its adapter."""
+def linear_layers(module: nn.Module, outputs: int | None) -> list[nn.Module]:
+    """Those of a module with that many outputs; an adapted one as a whole, without the matrices of its adapter."""
     if getattr(module, "out_features", 0) == outputs:
         return [module]
-    return [layer for child in module.children() for layer in _linear_layers(child, outputs)]
+    return [layer for child in module.children() for layer in linear_layers(child, outputs)]

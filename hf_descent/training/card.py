@@ -1,33 +1,31 @@
 """What a trainer knows of its run that no file in the run's folder says, for the model card."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary
+from transformers.utils import logging
 
+from ..evaluation.scoring import Result, name_of
 from ..hub.push import hub_id, listed
 from ..readout.stack import inner_model
 from ..runs import training_arguments
+from .records import RunRecord
 
 
-def card_facts(trainer: Trainer, given: dict[str, Any], trained: bool) -> dict[str, Any]:
+logger = logging.get_logger(__name__)
+
+
+def card_facts(
+    trainer: Trainer, given: dict[str, Any], trained: bool, readout: Callable | None
+) -> dict[str, Any]:
     """Facts for [`write_card`]: of the trainer, and those that `create_model_card` was `given`. The settings are the
-    model's only where this trainer `trained` it."""
+    model's only where this trainer `trained` it; a `readout` is what measured it, in place of its own head."""
     if "dataset_name" in given:
         given["dataset"] = given.pop("dataset_name")
     tags = dict.fromkeys([*(listed(given.pop("tags", None)) or []), *type(trainer)._tag_names])
     summary = TrainingSummary.from_trainer(trainer, tags=list(tags), **given)
-    # Each of a dict of data sets is logged by itself, under its own name.
-    history = [
-        entry
-        for entry in trainer.state.log_history
-        if any(name.endswith("_runtime") for name in entry)
-    ]
-    evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-    # Training may end by loading the best model, which was evaluated at a step of its own.
-    loaded = trainer.args.load_best_model_at_end and history and "train_runtime" in history[-1]
-    best = trainer.state.best_global_step if loaded else None
-    last = [entry for entry in evaluations if entry["step"] == (best or evaluations[-1]["step"])]
     return {
         "model_name": summary.model_name,
         "repo_id": trainer.hub_model_id,
@@ -41,5 +39,44 @@ def card_facts(trainer: Trainer, given: dict[str, Any], trained: bool) -> dict[s
         "objective": trainer.args.objective if trained else None,
         "settings": training_arguments(trainer.args) if trained else None,
         "paper": type(trainer)._paper,
-        "evaluation": {name: value for entry in last for name, value in entry.items()} or None,
+        "evaluation": _evaluation(trainer),
+        "readout": "" if readout is None else name_of(readout),
     }
+
+
+def results_of_weights(trainer: Trainer, record: RunRecord) -> dict[str, Result]:
+    """What was measured, without a verdict of an evaluation of earlier weights."""
+    results = dict(record.results)
+    if (
+        trainer.args.load_best_model_at_end
+    ):  # which puts the best model's verdict in place of the last
+        return results
+    step = trainer.state.global_step
+    earlier = [verdict for each, verdict in record.certificates.items() if each != step]
+    if any(results.get("verdict") is verdict for verdict in earlier):
+        del results["verdict"]
+    return results
+
+
+def _evaluation(trainer: Trainer) -> dict[str, Any] | None:
+    """The numbers of the last evaluation, where it was of the weights that the model has now."""
+    # Each of a dict of data sets is logged by itself, under its own name.
+    history = [
+        entry
+        for entry in trainer.state.log_history
+        if any(name.endswith("_runtime") for name in entry)
+    ]
+    evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+    if not evaluations:
+        return None
+    step = trainer.state.global_step
+    # Training may end by loading the best model, which was evaluated at a step of its own.
+    if trainer.args.load_best_model_at_end and "train_runtime" in history[-1]:
+        step = trainer.state.best_global_step or step
+    of_weights = [entry for entry in evaluations if entry["step"] == step]
+    if not of_weights:
+        logger.warning(
+            f"The last evaluation was after step {evaluations[-1]['step']}, and the model is that after step {step}: "
+            "the card leaves its numbers out. Call `evaluate()` before `create_model_card()` or `push_to_hub()`."
+        )
+    return {name: value for entry in of_weights for name, value in entry.items()} or None

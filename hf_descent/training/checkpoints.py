@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -28,6 +29,7 @@ from ..configs import DescentArguments
 from ..constraints.state import DescentState
 from ..evaluation.scoring import name_of
 from ..files import write_json
+from ..readout.pooling import POOLINGS
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
@@ -59,8 +61,10 @@ def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -
         resume_from_checkpoint = on_first_process(args, newest_complete_checkpoint, args.output_dir)
     elif resume_from_checkpoint:
         on_first_process(args, check_complete, resume_from_checkpoint)
-    if resume_from_checkpoint and args.process_index == 0 and os.path.isdir(resume_from_checkpoint):
-        _report_changes(resume_from_checkpoint, args)
+    if resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
+        _check_readout(resume_from_checkpoint)
+        if args.process_index == 0:
+            _report_changes(resume_from_checkpoint, args)
     return resume_from_checkpoint
 
 
@@ -76,6 +80,16 @@ def on_first_process(args: TrainingArguments, function: Callable[[str], Any], fo
     if isinstance(found, Exception):
         raise found
     return found
+
+
+def _check_readout(checkpoint: str) -> None:
+    """ValueError for a checkpoint of the time when `readout="mean"` left the model as it was."""
+    readout = RunFolder(checkpoint).summary.get("readout")
+    if readout in POOLINGS:
+        raise ValueError(
+            f"{checkpoint} is of a run with `readout={readout!r}` before that became a part of the model: load its "
+            "model by `from_pretrained`, and start a training with it."
+        )
 
 
 def _report_changes(checkpoint: str, args: DescentArguments) -> None:
@@ -95,6 +109,24 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
     ]
     if changes:
         logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
+
+
+def note_readout(model: nn.Module, readout: Callable | None) -> None:
+    """Keep in the config of a model the name of the function that reads it in training, which nothing saves: loaded or
+    cut, the model has its own tail."""
+    config = getattr(inner_model(model), "config", None)
+    if readout is not None and config is not None:
+        config.custom_readout = name_of(readout)
+    elif hasattr(config, "custom_readout"):
+        del config.custom_readout
+
+
+def warn_of_readout(readout: Callable) -> None:
+    """Say on saving that the model was read by a function that is not saved with it."""
+    logger.warning(
+        f"The readout `{name_of(readout)}` is not saved with the model: loaded, the model has its own head, which was "
+        "not trained, and predicts something else than what was measured."
+    )
 
 
 def saved_summary(trainer: Trainer) -> dict[str, Any]:
@@ -190,6 +222,8 @@ def run_summary(
             summary["select_rows"] = sum(map(len, sets))
         if readout is not None:
             summary["readout"] = name_of(readout)
+        if trainer.compute_loss_func is not None:
+            summary["layer_loss_fn"] = name_of(trainer.compute_loss_func)
     # Of the model's config, without which an adapter is saved.
     config = getattr(model, "config", None)
     of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")

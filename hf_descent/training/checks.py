@@ -264,21 +264,20 @@ def check_some_labels(dataset: Dataset, name: str, max_length: int | None) -> No
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
     """Log after warm-up, or a tenth of the run, where a head of texts finds nothing in the early layers."""
-    has_head = readout.readout is None and type(inner_model(readout.model)).__name__.endswith(
-        "SequenceClassification"
+    config = getattr(inner_model(readout.model), "config", None)
+    has_head = (
+        readout.readout is None
+        and type(inner_model(readout.model)).__name__.endswith("SequenceClassification")
+        and getattr(config, "pooling", None) != "mean"
     )
-    if (
-        step + 1 != max(dual.active_from, dual.max_steps // 10)
-        or dual.problem is None
-        or not has_head
-    ):
+    is_time = step + 1 == max(dual.active_from, dual.max_steps // 10)
+    if not is_time or dual.problem is None or not has_head:
         return
     at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
     if any(at_chance) and not at_chance[-1]:
         logger.info(
             f"After {step + 1} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
-            'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens, '
-            "but is not saved with the model; the pooling of `LinearReadoutForSequenceClassification` is."
+            'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
         )
 
 

@@ -35,28 +35,7 @@ def truncate(
     TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
     of range, there is no shared readout, or no config gives exactly the first layers.
     """
-<<<<<<< HEAD
     plain, reader, inputs = _readable(model, inputs)
-=======
-    name = type(model).__name__
-    is_bare = isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded
-    if not is_bare or any(weight.is_meta for weight in model.parameters()):
-        raise TypeError(
-            f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
-        )
-    if readout := getattr(model.config, "custom_readout", None):
-        logger.warning(
-            f"{name} was trained with the readout `{readout}`, which is no part of it: the cut model has the model's "
-            "own head, which was not trained, and predicts something else than what was measured."
-        )
-    inputs = example_inputs(model) if inputs is None else inputs
-    plain = copy.copy(model)  # of the same weights
-    if "_original_forward" in vars(
-        model
-    ):  # the autocast that training in mixed precision leaves, which no cut has
-        del plain.forward
-    reader = Readout.probe(plain, inputs)
->>>>>>> d46c132 (Make readout="mean" and "cls" a part of the model, and publish no number that the saved model does not have)
     if num_layers not in range(1, reader.num_layers + 1):
         name = type(model).__name__
         raise ValueError(f"`num_layers` is {num_layers!r}; {name} has 1..{reader.num_layers}.")
@@ -158,6 +137,11 @@ def _readable(
     if not is_bare or any(weight.is_meta for weight in model.parameters()):
         raise TypeError(
             f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
+        )
+    if readout := getattr(model.config, "custom_readout", None):
+        logger.warning(
+            f"{name} was trained with the readout `{readout}`, which is no part of it: the cut model has the model's "
+            "own head, which was not trained, and predicts something else than what was measured."
         )
     if inputs is None:
         inputs = example_inputs(model)

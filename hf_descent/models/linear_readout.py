@@ -9,6 +9,7 @@ import inspect
 from typing import Literal
 
 import torch
+from accelerate.hooks import add_hook_to_module
 from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
@@ -268,10 +269,15 @@ def give_linear_readout(model: PreTrainedModel, pooling: str) -> None:
         if name in vars(model):
             setattr(converted, name, vars(model)[name])
 
+    # That of a model on several devices, which moves the inputs of a call.
+    hook = getattr(model, "_hf_hook", None)
+
     # Not a new object: the script would go on to save and cut the old one, whose head is not trained.
     model.__class__ = kind
     vars(model).clear()
     vars(model).update(vars(converted))
+    if hook is not None:
+        add_hook_to_module(model, hook)
 
 
 def _kind_of(model: nn.Module, pooling: str) -> type[LinearReadoutModel]:

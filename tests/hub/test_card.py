@@ -327,7 +327,7 @@ def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path)
         assert ("mine" in card.data.tags) == (folder == run)
 
 
-def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):
+def test_a_card_names_a_custom_readout(tmp_path):
     def pooled(model, hidden, inputs):
         return model.classifier(hidden.mean(1))
 
@@ -336,12 +336,19 @@ def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):
         bert(), config(tmp_path), train_dataset=data, eval_dataset=data, readout=pooled
     )
     trainer.train()
-    trainer.evaluate_layers(gamma=0.5)
     trainer.create_model_card()
     _, text = read(tmp_path)
     assert "read by a custom readout (`pooled`)" in text and "the model's own head on" not in text
-    assert "Training used a custom readout" in text
-    assert "on the output of each layer, at noise gamma 0.5:" in text
+    assert "trained or measured by a custom readout" in text
+
+
+def test_a_card_names_the_noise_of_its_layers(tmp_path):
+    data = classification_data(16)
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    trainer.evaluate_layers(gamma=0.5)
+    trainer.create_model_card()
+    assert "on the output of each layer, at noise gamma 0.5:" in read(tmp_path)[1]
 
 
 @pytest.mark.parametrize(

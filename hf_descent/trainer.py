@@ -39,7 +39,7 @@ from .readout.labels import labels_of
 from .readout.replay import Readout
 from .readout.stack import unwrapped
 from .runs import RunFolder
-from .training import checkpoints, checks, evaluation, holdout, preparation
+from .training import checkpoints, checks, evaluation, holdout, judging, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, results_of_weights
 from .training.evaluation import LayersBeside
@@ -100,6 +100,7 @@ class DescentMixin:
         self._objective: DescentObjective | None = None
         self._noise: EmbeddingNoise | None = None
         self._step, self._evaluated, self._record = StepSums(), LayerTotals(), RunRecord()
+        self._judging: DescentState | None = None  # judges a model that was not trained under it
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
         self._add_callbacks()
@@ -116,6 +117,7 @@ class DescentMixin:
     def _add_callbacks(self) -> None:
         """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs neither."""
         if not self._reads_layers:
+            checks.check_targeted_layers(self)
             return
         checks.check_supported(self, super().compute_loss)
         certificate, others = lambda: self._record.certificate, self.callback_handler.callbacks
@@ -131,8 +133,10 @@ class DescentMixin:
 
     @property
     def problem(self) -> DescentProblem | None:
-        """The [`DescentProblem`] being solved; `None` before training."""
-        return self._objective and self._objective.problem
+        """The [`DescentProblem`] being solved; of plain training the one that evaluations judge the model by. `None`
+        before training, and after plain training before an evaluation."""
+        dual = self._dual or self._judging
+        return dual and dual.problem
 
     @property
     def _dual(self) -> DescentState | None:
@@ -355,29 +359,34 @@ class DescentMixin:
             self._record.started and self._objective
         )  # untrained: f_0 is that of these rows
         is_beside = not self._reads_layers and description == "Evaluation"
+        is_trained = self._record.started is not None
         self._evaluated = (
-            LayersBeside(self, super().compute_loss, self._evaluated)
+            LayersBeside(self, super().compute_loss, is_trained, self._evaluated)
             if is_beside
             else LayerTotals()
         )
         output = super().evaluation_loop(
             dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
         )
-        if is_beside:
-            output.metrics.update(self._evaluated.metrics(metric_key_prefix))
         if self._reads_layers and not output.num_samples:
             raise ValueError(
                 "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
             )
-        if self._dual is not None:
-            totals = reduced(self, self._evaluated.over(self._dual.num_layers, self.args.device))
+        dual, read = self._dual, self._evaluated
+        if is_beside:
+            dual = self._judging = self._evaluated.judging_state()
+            read = self._evaluated.totals
+        if dual is not None:
+            totals = reduced(self, read.over(dual.num_layers, self.args.device))
             given = (
-                self._evaluated.labels,
+                read.labels,
                 metric_key_prefix,
                 self.state.global_step,
                 self._record.also_selected,
             )
-            metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
+            metrics, certificate = evaluation.layer_metrics(dual, totals, *given)
+            if is_beside:
+                metrics.pop(f"{metric_key_prefix}_loss", None)  # Trainer's own stays
             self._record.keep_certificate(
                 certificate, self.state.global_step, self.state.best_global_step
             )
@@ -472,9 +481,14 @@ class DescentMixin:
         settings |= {"problem": self.problem} | kwargs
         profile = layer_profile(model, self._held_out(eval_dataset), **settings)
         self._record.measured["layer_profile"] = profile
+        dual = self._dual or self._judging
+        if dual is None and "problem" not in kwargs:
+            is_trained = self._record.started is not None
+            dual = self._judging = judging.state_for_profile(self, profile, is_trained)
+            profile.problem = dual.problem and dual.problem.state_dict()
         if profile.problem is not None:
             also_selected = holdout.is_of_training(self, eval_dataset, self._record)
-            profile.facts = evaluation.facts_of(self._dual, profile.problem, also_selected)
+            profile.facts = evaluation.facts_of(dual, profile.problem, also_selected)
             self._record = replace(self._record, certificate=profile.certificate())
         return profile
 
@@ -491,12 +505,14 @@ class DescentMixin:
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
         self.args.check_descent_arguments()
         self._add_callbacks()
-        checks.check_best_metric(self, self._reads_layers)
-        seen = (
-            checks.check_data(self, self._readout, self._dual_dataset) if self._reads_layers else {}
-        )
-        self._task = self._objective = self._noise = None
+        checks.check_best_metric(self)
+        if self._reads_layers:
+            seen = checks.check_data(self, self._readout, self._dual_dataset)
+        else:
+            seen = holdout.check_parts(self, dual_dataset=None)
+        self._task = self._objective = self._noise = self._judging = None
         # What was measured before is of another model.
+        self._evaluated = LayerTotals()
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
         self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
         checkpoints.note_readout(self.model, self._readout)
@@ -508,6 +524,7 @@ class DescentMixin:
         if self._reads_layers and self._dual is None:
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
         self._training_noise(self.model)
+        self._judging = None  # found again with the f_0 of the training labels
         if self.args.load_best_model_at_end:
             check = partial(checkpoints.check_complete, resumes=False)
             checkpoints.on_first_process(self.args, check, self.state.best_model_checkpoint or "")
@@ -568,7 +585,9 @@ class DescentMixin:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
         if self._record.started is None and (saved := checkpoints.saved_summary(self)):
             return saved
-        return checkpoints.run_summary(self, self._record, self.command, self._readout, self._dual)
+        return checkpoints.run_summary(
+            self, self._record, self.command, self._readout, self._dual, self._judging
+        )
 
     def log(self, logs, start_time=None):
         if self._dual is not None and "loss" in logs:

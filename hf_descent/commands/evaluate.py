@@ -8,6 +8,7 @@ the same noise, so that `hf-descent compare` can pair them. Results go into each
 elsewhere also gets the model's `descent_config.json`.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.hf_argparser import HfArg
 from transformers.trainer_pt_utils import LabelSmoother
 
-from ..configs import upper_level
+from ..configs import DescentArguments, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
+from ..constraints.state import DescentState
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser
 from ..data.splits import check_arguments
@@ -32,7 +34,7 @@ from ..data.text import (
     tokenize,
 )
 from ..data.video import VideoArguments, load_clips
-from ..evaluation import layer_profiles, noise_curve
+from ..evaluation import LayerProfile, layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
@@ -248,6 +250,10 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))))
     )
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
+    if problem is None:
+        problem = stated_problem(summary, profiles)
+        for profile in profiles if problem is not None else ():
+            profile.problem = problem.state_dict()
     warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
     share = (
         None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
@@ -260,6 +266,23 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             results[f"verdict{profile.ending}"] = profile.certificate(args.confidence)
     run.write(results)
     return tables(results)
+
+
+def stated_problem(
+    summary: Mapping[str, Any], profiles: Sequence[LayerProfile]
+) -> DescentProblem | None:
+    """The problem that the arguments of a run state, where its `summary` has none, as after plain training that was
+    not evaluated; f_0 is that of the evaluated labels at the training's noise level. `None` where it is not known."""
+    recorded = summary.get("arguments", {})
+    names = [argument.name for argument in dataclasses.fields(DescentArguments)]
+    if not set(names) & recorded.keys():
+        return None  # of plain `Trainer`
+    args = DescentArguments(**{name: recorded[name] for name in names if name in recorded})
+    chances = {profile.gamma: profile.chance for profile in profiles}
+    chance = chances.get(args.gamma_train)
+    if not chance and args.initial_loss_bound == "auto":
+        return None
+    return DescentState(args, len(profiles[0].losses), 0, 0, chance).problem
 
 
 def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, bool]:

@@ -17,6 +17,7 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers.hf_argparser import HfArg
 
+from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import LARGEST
 from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
@@ -179,9 +180,10 @@ def judge(folder: str, gamma: float) -> tuple[float, dict[str, Any]]:
     """The metric at `gamma` in a trial's folder, and the metric without noise, feasibility (see [`Run`]) and order."""
     found = Run.load(folder)
     values = dict(zip(found.curve.gammas.tolist(), found.curve.mean.tolist()))
+    is_constrained = found.summary.get("objective") not in UNCONSTRAINED
     facts = {
         "clean": values[0.0],
-        "feasible": found.feasible,
+        "feasible": found.feasible if is_constrained else None,
         "greater_is_better": found.curve.greater_is_better,
     }
     return values[gamma], facts

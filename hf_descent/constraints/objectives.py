@@ -27,6 +27,7 @@ UNCONSTRAINED = (
     "deep_supervision",
     "layerskip",
 )  # which ask nothing of a layer in terms of the one below
+WITH_MULTIPLIERS = ("descent", "fixed")
 
 
 @dataclass

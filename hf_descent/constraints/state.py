@@ -96,7 +96,7 @@ class DescentState:
         if args.objective == "fixed" and isinstance(multipliers, str):
             run = find_json(multipliers, "descent_config.json")
             problem, multipliers = DescentProblem.saved_in(run), run.get("multipliers")
-            if problem is None:
+            if problem is None or multipliers is None:
                 given = f"`fixed_multipliers` is {args.fixed_multipliers!r}, which holds no run with multipliers"
                 raise ValueError(f"{given}: give the folder of a constrained run, or a list.")
             self._take_problem(problem)
@@ -314,7 +314,7 @@ class DescentState:
         given = given or any(getattr(args, name) != getattr(type(args), name) for name in names)
         if self.problem is None or not given:
             self._take_problem(saved)
-        if self.problem.rows == saved.rows:
+        if self.problem.rows == saved.rows and "multipliers" in summary:
             self._set_multipliers(summary["multipliers"])
             self.warmup_losses = torch.tensor(
                 summary.get("warmup_layer_losses", self.warmup_losses.tolist())

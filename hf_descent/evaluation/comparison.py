@@ -21,7 +21,6 @@ import numpy as np
 from scipy import stats
 
 from ..configs import upper_level
-from ..constraints.objectives import UNCONSTRAINED
 from ..runs import RunFolder
 from .certificates import Certificate
 from .profile import LayerProfile
@@ -73,24 +72,20 @@ class Run:
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the constraints hold on held-out rows at the training level; `None` without constraints, without a
-        profile at that level, or where version 0.1 measured it, whose "feasible" asked for less."""
+        """Whether the constraints, which a baseline was not trained to meet, hold on held-out rows at the training
+        level; `None` without constraints, without a profile at that level, or where version 0.1 measured it, whose
+        "feasible" asked for less."""
         return self.certificate and self.certificate.feasible
 
     @property
     def certificate(self) -> Certificate | None:
         """What each row asked and reached there; `None` as for `feasible`."""
         profile = self.profiles.get(self.gamma_train or 0.0)
-        is_asked = (
-            profile
-            and profile.problem is not None
-            and self.summary.get("objective") not in UNCONSTRAINED
-        )
-        return (
-            profile.certificate()
-            if is_asked and not (self.is_of_0_1 and profile.chance is None)
-            else None
-        )
+        if profile is None or profile.problem is None:
+            return None
+        if self.is_of_0_1 and profile.chance is None:
+            return None
+        return profile.certificate()
 
     @property
     def is_of_0_1(self) -> bool:

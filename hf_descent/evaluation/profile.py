@@ -61,7 +61,8 @@ class LayerProfile(Result):
         of the profile's. ValueError without a problem."""
         if self.problem is None:
             raise ValueError(
-                "Measured without `problem` (plain training has none), nothing can be judged: give it."
+                "Measured without `problem`, or with a loss at chance that is not known, nothing can be judged: give "
+                "`problem`."
             )
         problem, blocks, facts = (
             DescentProblem(**self.problem),

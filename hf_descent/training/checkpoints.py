@@ -201,10 +201,16 @@ def run_summary(
     command: Mapping[str, Any],
     readout,
     state: DescentState | None,
+    judging: DescentState | None = None,
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
-    step costs, the dual side. A `record` of a run that never started says nothing of training."""
-    model, args, dual = trainer.model, trainer.args, {} if state is None else state.summary()
+    step costs, the dual side, or the problem by which evaluations are `judging` plain training. A `record` of a run
+    that never started says nothing of training."""
+    model, args, dual = trainer.model, trainer.args, {}
+    if state is not None:
+        dual = state.summary()
+    elif judging is not None and judging.problem is not None:
+        dual = judging.problem.state_dict()
     trained = record.started is not None
     summary = {"model": type(inner_model(model)).__name__}
     if trained:

@@ -31,14 +31,7 @@ PACKING_TOKENS = 64  # of each of the two documents by which packing is tried
 def check_supported(trainer: Trainer, loss_method) -> None:
     """ValueError where this run's layers cannot be read; `loss_method` is that of the class behind the mixin."""
     args, accelerator = trainer.args, trainer.accelerator
-    config = getattr(inner_model(trainer.model), "config", None)
-    depth = getattr(
-        config, "num_hidden_layers", None
-    )  # of an encoder-decoder the number of its encoder's
-    if isinstance(depth, int) and not getattr(config, "is_encoder_decoder", False):
-        for name in ("exit_targets", "loss_targets"):
-            check_targets(name, getattr(args, name), depth)
-        check_constrained_layers(args.constrained_layers, depth)
+    check_targeted_layers(trainer)
     if loss_method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
         remedy = "Give it as `layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
         raise ValueError(
@@ -102,6 +95,19 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             f"{split[0].capitalize()} parallelism is not supported: a layer's loss needs whole rows of tokens and "
             "classes in one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
         )
+
+
+def check_targeted_layers(trainer: Trainer) -> None:
+    """ValueError where the arguments name layers that the model does not have, as far as its config tells."""
+    args = trainer.args
+    config = getattr(inner_model(trainer.model), "config", None)
+    depth = getattr(config, "num_hidden_layers", None)
+    # That of an encoder-decoder is the depth of its encoder.
+    if not isinstance(depth, int) or getattr(config, "is_encoder_decoder", False):
+        return
+    for name in ("exit_targets", "loss_targets"):
+        check_targets(name, getattr(args, name), depth)
+    check_constrained_layers(args.constrained_layers, depth)
 
 
 def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
@@ -281,14 +287,25 @@ def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> 
         )
 
 
-def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
-    """ValueError where the best checkpoint is to be chosen by what evaluations of this run need not have."""
-    chosen_by, args = trainer.args.metric_for_best_model or "", trainer.args
-    is_one_set = reads_layers and not isinstance(trainer.eval_dataset, dict)
-    name = chosen_by.removeprefix("eval_")
-    of_layers = LAYER_LOSS.match(name) or name in CONSTRAINT_METRICS
-    if args.eval_strategy != "no" and of_layers and not is_one_set:
-        raise ValueError(
-            f"`metric_for_best_model` is {chosen_by!r}, which evaluations need not have: `objective='erm'` has no "
-            "constraints and may leave out layers, and of several `eval_dataset` each has its own ('name_loss')."
-        )
+def is_of_layers(metric: str) -> bool:
+    """Whether `metric`, with its prefix or without, is what an evaluation has only where it reads the layers."""
+    name = metric.removeprefix("eval_")
+    return LAYER_LOSS.match(name) is not None or name in CONSTRAINT_METRICS
+
+
+def check_best_metric(trainer: Trainer) -> None:
+    """ValueError where the best checkpoint is to be chosen by what no evaluation of this run has: of several
+    evaluation sets each has metrics of its own."""
+    args = trainer.args
+    sets = trainer.eval_dataset
+    evaluates_by_itself = not type(trainer).evaluate.__module__.startswith("hf_descent.")
+    if args.eval_strategy == "no" or not isinstance(sets, dict) or evaluates_by_itself:
+        return
+    chosen_by = (args.metric_for_best_model or "").removeprefix("eval_")
+    if not chosen_by or chosen_by.startswith(tuple(f"{name}_" for name in sets)):
+        return
+    raise ValueError(
+        f"`metric_for_best_model` is {args.metric_for_best_model!r} (`load_best_model_at_end` takes 'loss' by "
+        f"default), but each of the evaluation sets {', '.join(sets)} has metrics of its own: name one, such as "
+        f"'{next(iter(sets))}_{chosen_by}'."
+    )

@@ -12,8 +12,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
-from ..configs import LAYER_LOSS, RELATIVE_METRICS
-from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.objectives import UNCONSTRAINED, WITH_MULTIPLIERS
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
@@ -21,9 +20,10 @@ from ..losses.constant import ConstantPredictor, chance_of
 from ..losses.layerwise import LayerLosses, layers_and_predictor
 from ..readout.replay import probing
 from ..readout.stack import inner_model, unwrapped
-from .checks import check_supported
+from .checks import check_supported, is_of_layers
+from .judging import chance_in_training, judging_state
 from .preparation import find_task, shared_batch
-from .records import LayerTotals, reduced
+from .records import LayerTotals
 
 
 logger = logging.get_logger(__name__)
@@ -65,16 +65,26 @@ class LayersBeside:
     """The layers of plain training, read on each batch of an evaluation after Trainer, whose numbers and random draws
     stay; those below the last on a sample of the tokens, as in training. Where they cannot be read, the log says why.
 
-    `loss_method` is as for `check_supported`; `before` is what the last evaluation has read, perhaps of these layers.
+    `loss_method` is as for `check_supported`, `is_trained` says whether the trainer has trained the model or is at it,
+    and `before` is what the last evaluation has read, perhaps of these layers.
     """
 
     def __init__(
-        self, trainer: Trainer, loss_method: Callable, before: "LayersBeside | LayerTotals"
+        self,
+        trainer: Trainer,
+        loss_method: Callable,
+        is_trained: bool,
+        before: "LayersBeside | LayerTotals",
     ):
-        self._trainer, self._loss_method, self._totals = trainer, loss_method, LayerTotals()
+        self._trainer = trainer
+        self._loss_method = loss_method
+        self._is_trained = is_trained
+        self._totals = LayerTotals()
         self._found: tuple[LayerLosses | None, ConstantPredictor | None] | None = getattr(
             before, "_found", None
         )
+        # Of the training labels. Not in training, which a collator that draws by itself would make another.
+        self._chance: float | None = getattr(before, "_chance", None)
 
     def _find(self, model, inputs):
         trainer = self._trainer
@@ -94,8 +104,22 @@ class LayersBeside:
                 raise ValueError("batches with images could not be read.")
             return layers, constant
         except Exception as error:  # of models and data of which plain training need not know
-            logger.info(f"The evaluation of plain training leaves the layers out: {error}")
+            self._report_unread(error)
             return None, None
+
+    def _report_unread(self, error: Exception) -> None:
+        """ValueError where this run needs what cannot be read; else a log, louder where targets are not judged."""
+        args = self._trainer.args
+        chosen_by = args.metric_for_best_model or ""
+        if is_of_layers(chosen_by):
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, but the layers cannot be read: {error}"
+            ) from error
+        text = f"The evaluation of plain training leaves the layers out: {error}"
+        if args.exit_targets or args.loss_targets:
+            logger.warning(f"{text} So the targets are not judged.")
+        else:
+            logger.info(text)
 
     def read(self, model, inputs) -> None:
         """Read a batch; every process calls it for each of its batches."""
@@ -118,22 +142,22 @@ class LayersBeside:
             labels = constant and constant.of_batch(layers.task, inputs)
             self._totals = self._totals.plus(measured, place[0], trainer.args.world_size, labels)
 
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Layer losses, descent share and largest rise, over the rows of all processes."""
-        layers, _ = self._found or (None, None)
+    @property
+    def totals(self) -> LayerTotals:
+        """What was read, in this process."""
+        return self._totals
+
+    def judging_state(self) -> DescentState | None:
+        """The problem that the layers are judged by; `None` where they were not read. All processes call it."""
+        layers, constant = self._found or (None, None)
         if layers is None:
-            return {}
-        args, labels = self._trainer.args, self._totals.labels
-        totals = reduced(self._trainer, self._totals.over(layers.num_layers, args.device))
-        dual = DescentState(
-            args, layers.num_layers, 0, 0, chance_of(labels) or None
-        )  # 0: nothing to predict
-        found, _ = layer_metrics(dual, totals, labels, prefix, 0)
-        return {
-            name: found[name]
-            for name in found
-            if LAYER_LOSS.search(name) or name.endswith(RELATIVE_METRICS)
-        }
+            return None
+        if self._is_trained and not self._trainer.is_in_train and self._chance is None:
+            self._chance = chance_in_training(self._trainer, layers.task, constant)
+        chance = chance_of(self._totals.labels)
+        if self._chance is not None:
+            chance = self._chance
+        return judging_state(self._trainer, layers.num_layers, chance, self._is_trained)
 
 
 def layer_metrics(
@@ -197,8 +221,10 @@ def facts_of(
     """The facts of training that a verdict on `problem` reports; some only where it is that of the training."""
     facts = {"also_selected": also_selected}
     if dual is not None and dual.problem is not None and dual.problem.state_dict() == problem:
-        share = dual.problem.descent_share(dual.warmup_losses)
-        facts |= {"multipliers": dual.multipliers.values.tolist(), "warmup_share": share}
+        facts["warmup_share"] = dual.problem.descent_share(dual.warmup_losses)
+        multipliers = dual.multipliers.values
+        if dual.args.objective in WITH_MULTIPLIERS or multipliers.any():
+            facts["multipliers"] = multipliers.tolist()
     return facts
 
 

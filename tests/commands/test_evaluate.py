@@ -282,3 +282,23 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
                 "results",
             ]
         )
+
+
+def test_plain_training_is_judged_by_what_its_arguments_state(workplace, tmp_path):
+    """Also where it was not evaluated, so that its record holds no problem; plain `Trainer` states nothing."""
+    for name, arguments in (
+        ("erm", {"exit_targets": {"1": 0.2}, "objective": "erm"}),
+        ("stock", {}),
+    ):
+        shutil.copytree(workplace / "run-0", tmp_path / name)
+        summary = {"objective": "erm", "arguments": arguments}
+        (tmp_path / name / "descent_config.json").write_text(json.dumps(summary))
+        flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1"]
+        cli.main(["evaluate", str(tmp_path / name), *flags])
+    verdict = Certificate.from_json(str(tmp_path / "erm" / "verdict.json"))
+    losses = LayerProfile.from_json(str(tmp_path / "erm" / "layer_profile.json")).losses
+    assert verdict.rows == ["exit_1"]
+    assert verdict.asked == pytest.approx([1.2 * losses[-1]], rel=1e-6)
+    assert verdict.reached == pytest.approx([losses[0]], rel=1e-6)
+    assert Run.load(str(tmp_path / "erm")).certificate is not None
+    assert not (tmp_path / "stock" / "verdict.json").exists()

@@ -17,14 +17,18 @@ from tiny import (
     llama,
     naive_layer_losses,
     spread,
+    trained,
     truncated,
 )
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from hf_descent import DescentTrainer, layer_profile
+from hf_descent import DescentProblem, DescentTrainer, layer_profile
+from hf_descent.constraints.objectives import OBJECTIVES
 from hf_descent.evaluation import layer_profiles
+from hf_descent.losses.constant import entropy
 from hf_descent.losses.layerwise import MeasuredLosses
 from hf_descent.models import UTConfig, UTForVideoDenoising
+from hf_descent.runs import RunFolder
 from hf_descent.training.records import LayerTotals
 
 
@@ -90,7 +94,7 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     assert (metrics["eval_loss"], drawn) == (expected["eval_loss"], drawn_by_stock)
     figures = ("eval_loss", "eval_layer_loss_1", "eval_descent_share", "eval_largest_rise")
     assert [last[name] for name in figures] == [metrics[name] for name in figures]
-    assert trainer.problem is None and trainer.multipliers is None
+    assert trainer.multipliers is None
     size = {"per_device_eval_batch_size": 250}
     short = [stock(tmp_path, truncated(trainer.model, layer), rows, **size) for layer in (1, 2, 3)]
     losses = [each.evaluate()["eval_loss"] for each in short]
@@ -105,18 +109,106 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
         max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4
     )
     trainer.create_model_card()
-    card = (tmp_path / "README.md").read_text().split("## Use")[0]
-    assert (
-        f"f_L = {losses[-1]:.4g}, the descent share is {share:.2f}" in card
-        and "rise of the loss from" in card
-    )
-    # No share where f_L is not shown to be below chance, on too few rows too, and no verdict on what was not asked.
+    card = " ".join((tmp_path / "README.md").read_text().split("## Use")[0].split())
+    assert "this model was not trained to meet it" in card
+    assert f"f_L = {losses[-1]:.4g} over 250 items, descent share {share:.2f}" in card
+    # No share where f_L is not shown to be below chance, on too few rows too.
     assert (
         "eval_layer_loss_1" in untrained
         and "eval_descent_share" not in untrained | trainer.evaluate(rows[:40])
     )
-    assert not any("feasible" in name or "violation" in name for name in metrics)
     assert not any("layer" in name for name in trainer.predict(rows).metrics)
+
+
+@pytest.mark.parametrize(
+    ("objective", "asked"),
+    [
+        *((objective, {"exit_targets": {1: 0.5, 2: 0.25}}) for objective in OBJECTIVES),
+        ("erm", {"loss_targets": {2: 0.9}}),
+        ("erm", {"descent_alpha": "steps", "descent_strength": 0.4}),
+        *((objective, {}) for objective in OBJECTIVES[:4]),
+    ],
+)
+def test_the_same_script_is_judged_by_what_it_states_whatever_its_objective(
+    tmp_path, objective, asked
+):
+    """By the problem that its arguments state, written out here, with the f_0 of the training labels."""
+    rows, held_out = classification_data(200, pad=False), classification_data(80, seed=1, pad=False)
+    shared = {"descent_alpha": None, "initial_loss_bound": "auto", "per_device_eval_batch_size": 8}
+    if objective == "fixed":
+        shared["fixed_multipliers"] = [0.1] * DescentProblem(**stated(asked, 1.0)).num_rows
+    args = config(tmp_path, objective=objective, max_steps=60, learning_rate=3e-3, **shared | asked)
+    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=held_out)
+    trainer.train()
+    metrics = trainer.evaluate()
+    chance = entropy(np.bincount([row["labels"] for row in rows]))
+    problem = DescentProblem(**stated(asked, chance))
+    expected = layer_profile(trainer.model, held_out, batch_size=8, problem=problem).certificate()
+    found = trainer.evaluate_layers().certificate()
+    assert (found.rows, found.verdicts) == (expected.rows, expected.verdicts)
+    np.testing.assert_allclose(found.asked, expected.asked, rtol=1e-4)
+    np.testing.assert_allclose(found.reached, expected.reached, rtol=1e-4)
+    assert (found.multipliers is not None) == (objective in ("descent", "fixed"))
+    trainer.save_model()
+    assert metrics["eval_feasible"] == expected.feasible
+    assert metrics["eval_max_violation"] == pytest.approx(expected.max_violation, abs=1e-4)
+    saved = DescentProblem.saved_in(RunFolder(tmp_path).summary)
+    assert saved.rows == problem.rows
+    assert saved.initial_loss_bound == pytest.approx(problem.initial_loss_bound)
+
+
+def stated(asked, bound):
+    """The arguments of the problem that training arguments state for three layers."""
+    alpha = asked.get("descent_alpha", None if asked else "line")
+    targets = {name: asked.get(name) for name in ("exit_targets", "loss_targets")}
+    return {
+        "alpha": alpha,
+        "initial_loss_bound": bound,
+        "num_layers": 3,
+        "chance_loss": bound,
+        "descent_strength": asked.get("descent_strength", 0.5),
+        **targets,
+    }
+
+
+def test_plain_training_is_judged_where_nothing_was_evaluated_before(tmp_path):
+    shared = {"descent_alpha": None, "initial_loss_bound": "auto", "exit_targets": {1: 0.5}}
+    rows = classification_data(200, pad=False)
+    args = config(tmp_path, objective="erm", **shared)
+    trainer = trained(bert(), args, train_dataset=rows, eval_dataset=DATA_TEST)
+    assert trainer.evaluate_layers().certificate().rows == ["exit_1"]
+    chance = entropy(np.bincount([row["labels"] for row in rows]))
+    assert trainer.problem.chance_loss == pytest.approx(chance)
+    with pytest.raises(ValueError, match="`exit_targets`.*layers 1 to 2"):
+        DescentTrainer(bert(), config(tmp_path, objective="erm", exit_targets={3: 0.1}))
+
+
+def test_targets_that_cannot_be_judged_are_told(tmp_path, caplog):
+    def custom(outputs, labels, num_items_in_batch=None):
+        return outputs.logits.square().mean()
+
+    args = config(tmp_path, objective="erm", initial_loss_bound="auto", exit_targets={1: 0.1})
+    unread = DescentTrainer(NoLayers(), args, eval_dataset=DATA_TEST)
+    unknown = DescentTrainer(bert(), args, eval_dataset=DATA_TEST, layer_loss_fn=custom)
+    for trainer in (unread, unknown):
+        caplog.clear()
+        assert "eval_feasible_score" not in trainer.evaluate() or trainer is unknown
+        assert "targets are not judged" in caplog.text
+
+
+def test_a_checkpoint_of_plain_training_may_be_chosen_by_its_layers_where_they_can_be_read(
+    tmp_path,
+):
+    steps = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+    args = config(
+        tmp_path, objective="erm", metric_for_best_model="feasible_score", save_steps=2,
+        load_best_model_at_end=True, **steps,
+    )  # fmt: skip
+    trainer = trained(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+    logs = [log for log in trainer.state.log_history if "eval_feasible_score" in log]
+    assert trainer.state.best_metric == max(log["eval_feasible_score"] for log in logs)
+    with pytest.raises(ValueError, match="`metric_for_best_model`.*the layers cannot be read"):
+        DescentTrainer(NoLayers(), args, train_dataset=DATA, eval_dataset=DATA_TEST).train()
 
 
 def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_path):

@@ -35,21 +35,48 @@ def choosing_trainer(tmp_path, metric, held_out, **settings):
 
 
 @pytest.mark.parametrize(
-    ("objective", "held_out", "metric"),
-    [
-        *(("erm", DATA, metric) for metric in ("feasible_score", "layer_loss_2", "max_violation")),
-        ("descent", {"a": DATA, "b": DATA}, "eval_max_violation"),
-    ],
+    ("objective", "metric"),
+    [("descent", "eval_max_violation"), ("descent", "loss"), ("erm", "loss"), ("erm", "accuracy")],
 )
-def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(
-    tmp_path, objective, held_out, metric
+def test_a_choice_between_several_evaluation_sets_names_one_before_the_first_step(
+    tmp_path, objective, metric
 ):
-    trainer = choosing_trainer(tmp_path, metric, held_out, objective=objective)
+    trainer = choosing_trainer(tmp_path, metric, {"a": DATA, "b": DATA}, objective=objective)
+    name = metric.removeprefix("eval_")
     with pytest.raises(
-        ValueError, match=f"`metric_for_best_model` is '{metric}', which evaluations need not have"
+        ValueError, match=f"`metric_for_best_model` is '{metric}'.*sets a, b.*such as 'a_{name}'"
     ):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_the_best_model_of_several_evaluation_sets_needs_a_metric(tmp_path):
+    sets = {"a": DATA, "b": DATA}
+    steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = config(tmp_path, max_steps=1, load_best_model_at_end=True, **steps)
+    trainer = DescentTrainer(bert(num_layers=2), args, train_dataset=DATA, eval_dataset=sets)
+    with pytest.raises(ValueError, match="`metric_for_best_model` is 'loss'.*'a_loss'"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    args.metric_for_best_model = "eval_b_loss"
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+
+
+class Averaging(DescentTrainer):
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        return metrics | {"eval_loss": 0.5}
+
+
+def test_a_trainer_may_make_one_metric_of_several_sets(tmp_path):
+    args = config(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
+    args.metric_for_best_model = "loss"
+    args.greater_is_better = False
+    sets = {"a": DATA, "b": DATA}
+    trainer = Averaging(bert(num_layers=2), args, train_dataset=DATA, eval_dataset=sets)
+    trainer.train()
+    assert trainer.state.best_metric == 0.5
 
 
 def test_a_metric_of_one_s_own_may_end_as_those_of_layers_do(tmp_path):

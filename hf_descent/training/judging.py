@@ -1,0 +1,79 @@
+"""The problem that evaluations judge a model by where training did not solve it: plain training, or none here."""
+
+from accelerate.logging import get_logger
+from transformers import Trainer
+
+from ..constraints.state import DescentState
+from ..evaluation import LayerProfile
+from ..losses.constant import ConstantPredictor, find_predictor
+from ..losses.task import TaskLoss
+from ..readout.replay import probing
+from ..readout.stack import unwrapped
+from ..runs import RunFolder
+from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
+from .preparation import find_task, loaded_from, shared_batch
+
+
+logger = get_logger(__name__)
+
+
+def judging_state(
+    trainer: Trainer, num_layers: int, chance: float | None, is_trained: bool
+) -> DescentState:
+    """The problem of a trainer's arguments, or of the run that its model comes from where they state none and this
+    trainer has not trained it; its `problem` is `None` where f_0 is not known.
+
+    `chance` is the loss of the best constant prediction of the training labels, or of those evaluated; 0 (all labels
+    are alike) says nothing.
+    """
+    if chance == 0:
+        chance = None
+    dual = DescentState(trainer.args, num_layers, 0, 0, chance)  # of 0 steps: it judges alone
+    if not is_trained:
+        dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
+    if dual.problem is None and (trainer.args.exit_targets or trainer.args.loss_targets):
+        logger.warning_once(
+            "The targets are not judged: the loss of a constant prediction, above which no layer meets them, is not "
+            "known. Set `initial_loss_bound` to a number."
+        )
+    return dual
+
+
+def chance_in_training(
+    trainer: Trainer, task: TaskLoss, predictor: ConstantPredictor | None
+) -> float | None:
+    """The loss of the best constant prediction of the training labels, as constraints have it; `None` where it is not
+    known."""
+    if predictor is None or trainer.train_dataset is None:
+        return None
+    try:
+        return measure_chance(trainer, task, predictor, trainer.train_dataset)
+    except ValueError:
+        return None
+
+
+def measured_chance_in_training(trainer: Trainer) -> float | None:
+    """As [`chance_in_training`], of a trainer that has read no batch with its layers."""
+    data = trainer.train_dataset
+    if data is None or is_readable_once(data):
+        return None
+    model = unwrapped(trainer.model)
+    with drawing_apart(trainer, model):
+        batch = next(collated(trainer, data, trainer.args.train_batch_size))
+    with probing(model), trainer.compute_loss_context_manager():
+        inputs = shared_batch(trainer._prepare_inputs(batch), trainer)
+        task = find_task(trainer, model, inputs)
+        inputs = task.short(inputs)
+        try:
+            predictor = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+        except ValueError:
+            return None
+    return chance_in_training(trainer, task, predictor)
+
+
+def state_for_profile(trainer: Trainer, profile: LayerProfile, is_trained: bool) -> DescentState:
+    """As [`judging_state`], for a layer profile where no evaluation has found the problem."""
+    chance = measured_chance_in_training(trainer) if is_trained else None
+    if chance is None:
+        chance = profile.chance
+    return judging_state(trainer, len(profile.losses), chance, is_trained)

@@ -19,6 +19,7 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
+from hf_descent.configs import CONSTRAINT_METRICS
 
 
 def trained(cls, folder, **given):
@@ -60,11 +61,12 @@ def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_pa
         assert_close_weights(ours, stock)
     stock.evaluate()
     erm.evaluate()
-    beside = ("eval_layer_loss_1", "eval_layer_loss_2", "eval_layer_loss_3", "eval_largest_rise")
+    layers = [f"layer_loss_{layer}" for layer in (1, 2, 3)]
+    beside = {f"eval_{name}" for name in (*layers, "largest_rise", *CONSTRAINT_METRICS)}
     own = [
         {name: value for name, value in log.items() if name not in beside} for log in history(erm)
     ]
-    assert own == history(stock) and set(beside) <= {name for log in history(erm) for name in log}
+    assert own == history(stock) and beside <= {name for log in history(erm) for name in log}
     assert_equal_weights(erm, stock)
 
 

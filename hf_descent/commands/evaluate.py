@@ -129,8 +129,18 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     )
     if summary.get("completion_only_loss", trained.get("completion_only_loss")) is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
-    rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
-    return Task(model, rows, also_selected, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
+    answered = rows.filter(_has_labels)
+    if dropped := len(rows) - len(answered):
+        print(
+            f"Dropped {dropped} of the {len(rows)} {split} rows: their prompts leave no room for an answer in "
+            f"{settings['limit']} tokens."
+        )
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    return Task(model, answered, also_selected, {"data_collator": collator})
+
+
+def _has_labels(row: Mapping[str, Any]) -> bool:
+    return any(label != IGNORE_INDEX for label in row["labels"])
 
 
 def denoising_task(name: str, args: VideoArguments) -> Task:

@@ -11,7 +11,8 @@ from transformers import DataCollatorForSeq2Seq
 from transformers.hf_argparser import HfArg
 
 from ..data.alpaca import PromptFormat, completion_labels, prompt_ids, read_instructions
-from ..data.splits import check_arguments, check_texts, load_file
+from ..data.reading import load_file
+from ..data.splits import check_arguments, check_texts
 from ..data.text import (
     DataArguments,
     align_classes,
@@ -127,13 +128,17 @@ def _language_model(
             args.instructions, args.prompt_format, tokenizer, ["input", "output"]
         )
     else:
-        texts, column = load_file("text_file", args.text_file), data_args.text_column
+        column = data_args.text_column
+        texts = load_file("text_file", args.text_file, [column])
         check_texts(texts, args.text_file, column)
         pairs = [{"prompt": text, "completion": None} for text in texts[column]]
-    pairs = [
-        pair for pair in pairs if pair["completion"]
-    ] or pairs  # a prompt has another loss than an answer
-    positions, pairs = position_limit(model) or math.inf, pairs[: data_args.max_eval_samples]
+    answered = [pair for pair in pairs if pair["completion"]]
+    if 0 < len(answered) < len(pairs):  # a prompt has another loss than an answer
+        print(
+            f"Dropped {len(pairs) - len(answered)} of the {len(pairs)} rows: they are without `output`."
+        )
+    pairs = (answered or pairs)[: data_args.max_eval_samples]
+    positions = position_limit(model) or math.inf
     limit = min(data_args.max_seq_length or 512, positions)
     cut = args.prompt_length or int(
         min(limit, max(positions - args.max_new_tokens, positions / 2))
@@ -141,11 +146,15 @@ def _language_model(
     rows = [
         completion_labels(pair, tokenizer, limit) | {"prompt": pair["prompt"]} for pair in pairs
     ]
-    rows = [row for row in rows if len(row["input_ids"]) > (args.prompt_length or 1)]
-    if not rows:
+    shortest = args.prompt_length or 1
+    long_enough = [row for row in rows if len(row["input_ids"]) > shortest]
+    if not long_enough:
         raise ValueError(
-            f"`prompt_length` is {args.prompt_length or 1}; no text, cut to {limit} tokens, is longer."
+            f"`prompt_length` is {shortest}; no text, cut to {limit} tokens, is longer."
         )
+    if too_short := len(rows) - len(long_enough):
+        print(f"Dropped {too_short} of the {len(rows)} rows: they have at most {shortest} tokens.")
+    rows = long_enough
     prompts = [
         torch.tensor([prompt_ids(row["prompt"], tokenizer)[:cut]]) for row in rows[: args.prompts]
     ]

@@ -8,10 +8,20 @@ from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from ..readout.labels import IGNORE_INDEX
-from .splits import SplitArguments, check_texts, hold_out, load_file, load_splits, select_rows
+from .reading import load_file
+from .splits import (
+    SplitArguments,
+    check_texts,
+    column_values,
+    drop_rows,
+    hold_out,
+    load_splits,
+    select_columns,
+)
 
 
 PromptFormat = Literal["auto", "alpaca"]
+COLUMNS = ("instruction", "input", "output")
 
 
 @dataclass
@@ -35,10 +45,10 @@ def load_alpaca(
     given, "test", with the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a
     chat template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`).
 
-    Rows without an output are dropped, and their number is logged. ValueError where a column is missing, or a text is
+    Rows without an output are dropped, and their number is shown. ValueError where a column is missing, or a text is
     not a string.
     """
-    splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
+    splits = {name: _instructions(rows, name) for name, rows in load_splits(args, COLUMNS).items()}
     as_chat = args.prompt_format == "auto" and (
         gets_template or tokenizer.chat_template is not None
     )
@@ -50,7 +60,7 @@ def load_alpaca(
 
 def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input",)) -> list[dict]:
     """The rows of a file, each with `prompt` and `completion` as of [`load_alpaca`], or `None` without an `output`."""
-    rows = load_file("instructions", path)
+    rows = load_file("instructions", path, COLUMNS)
     check_texts(rows, path, "instruction", optional=optional)
     as_chat = prompt_format == "auto" and tokenizer.chat_template is not None
     return [row | _pair(row, as_chat) for row in rows]
@@ -82,11 +92,14 @@ def format_prompt(
 def _instructions(rows: Dataset, split: str) -> Dataset:
     optional = ["input"] if "input" in rows.column_names else []
     columns = {name: name for name in ("instruction", *optional, "output")}
-    rows = select_rows(
-        rows, columns, split, "Name its columns `instruction`, `output`; chats take a script."
-    )
-    check_texts(rows, f"The {split} split", "instruction", "output", optional=optional)
-    return rows
+    remedy = "Name its columns `instruction`, `output`; chats take a script."
+    rows = select_columns(rows, columns, split, remedy)
+    reasons = {None: "no value", "": "empty"}
+    outputs = enumerate(column_values(rows, "output"))
+    missing = {index: reasons[output] for index, output in outputs if output in (None, "")}
+    source = f"The {split} split"
+    check_texts(rows, source, "instruction", "output", optional=optional, ignored=missing)
+    return drop_rows(rows, missing, split, "output")
 
 
 def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:

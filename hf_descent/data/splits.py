@@ -1,10 +1,9 @@
 """Splits of a data set: from a Hub name or local files to training, validation and test rows."""
 
-import glob
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from datasets import Dataset, DatasetDict, load_dataset
@@ -12,15 +11,13 @@ from datasets.exceptions import DatasetGenerationError
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
+from .reading import load_file
+
 
 logger = logging.get_logger(__name__)
 
-MISSING = (
-    None,
-    -1,
-    "",
-)  # -1 among the named classes of a `ClassLabel`; an empty field of a csv file
-FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+MOST_ROWS_NAMED = 5  # in a message
+ROWS_AT_ONCE = 1000
 
 
 def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]) -> None:
@@ -84,7 +81,7 @@ class SplitArguments(RowArguments):
         default=None, help="Split for the final report, read after training."
     )
     train_file: str | None = HfArg(
-        default=None, help="Local csv, json or parquet file in place of `train_split`."
+        default=None, help="Local csv, tsv, json or parquet file in place of `train_split`."
     )
     validation_file: str | None = HfArg(default=None, help="The same for `validation_split`.")
     test_file: str | None = HfArg(default=None, help="The same for `test_split`.")
@@ -102,8 +99,9 @@ class SplitArguments(RowArguments):
             )
 
 
-def load_splits(args: SplitArguments) -> dict[str, Dataset]:
-    """The splits that are given: "train" and perhaps "validation" and "test"; ValueError where no data is named."""
+def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Dataset]:
+    """The splits that are given: "train" and perhaps "validation" and "test", of which `columns` will be used;
+    ValueError where no data is named."""
     if args.train_file is not None:
         files = {
             "train": args.train_file,
@@ -111,7 +109,7 @@ def load_splits(args: SplitArguments) -> dict[str, Dataset]:
             "test": args.test_file,
         }
         return {
-            name: load_file(f"{name}_file", path)
+            name: load_file(f"{name}_file", path, columns)
             for name, path in files.items()
             if path is not None
         }
@@ -125,10 +123,29 @@ def load_splits(args: SplitArguments) -> dict[str, Dataset]:
         "test": args.test_split,
     }
     return {
-        name: load_dataset(args.dataset_name, args.dataset_config_name, split=split)
+        name: _load_named(args.dataset_name, args.dataset_config_name, split)
         for name, split in names.items()
         if split is not None
     }
+
+
+def _load_named(name: str, config: str | None, split: str) -> Dataset:
+    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it; says so on the screen
+    where it read them off a csv or json file. ValueError where it could not."""
+    try:
+        rows = load_dataset(name, config, split=split)
+    except DatasetGenerationError as error:
+        raise ValueError(
+            f"`dataset_name` is {name!r}, whose rows `datasets` cannot read ({error.__cause__ or error}); give its "
+            "files by `train_file`, `validation_file` and `test_file`."
+        ) from error
+    if rows.info.builder_name in ("csv", "json"):
+        logger.warning(
+            f"The {rows.info.builder_name} files of {name!r} may hold other values than the model gets, since "
+            "`datasets` guesses their types. Give them by `train_file`, `validation_file` and `test_file` to have "
+            "them as they are written."
+        )
+    return rows
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
@@ -147,33 +164,8 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     return DatasetDict(splits)
 
 
-def load_file(argument: str, path: str) -> Dataset:
-    """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`); ValueError where `path`, which
-    `argument` gives, has another ending or cannot be read."""
-    file_type = FILE_TYPES.get(Path(path).suffix)
-    if file_type is None:
-        raise ValueError(
-            f"`{argument}` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}."
-        )
-    # By default pandas reads the texts "null" and "NA" as missing, and `a, b` as a value with a blank.
-    options = {"keep_default_na": False, "skipinitialspace": True} if file_type == "csv" else {}
-    try:
-        # Brackets and the like in a name would make it a pattern, which other files match.
-        return load_dataset(file_type, data_files=glob.escape(path), split="train", **options)
-    except (
-        DatasetGenerationError,
-        ValueError,
-        StopIteration,
-    ) as error:  # the last of an empty json file
-        raise ValueError(
-            f"`{argument}` is {path!r}, which cannot be read as {file_type} ({error.__cause__ or error}); give rows "
-            "in UTF-8 under columns of different names."
-        ) from error
-
-
-def select_rows(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
-    """The columns `columns.values()` under the names `columns.keys()`, of the rows that have a value of the last one;
-    ValueError where a column is missing, or no row has that value."""
+def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
+    """The columns `columns.values()` under the names `columns.keys()`; ValueError where one is missing."""
     if missing := [column for column in columns.values() if column not in rows.column_names]:
         raise ValueError(
             f"The {split} split has no column {missing}; it has {rows.column_names}. {remedy}"
@@ -183,28 +175,62 @@ def select_rows(rows: Dataset, columns: Mapping[str, str], split: str, remedy: s
             f"Two of {', '.join(columns)} are in one column, {columns}: name one for each."
         )
     rows = rows.select_columns(list(columns.values()))
-    rows = rows.rename_columns({column: name for name, column in columns.items() if column != name})
-    *_, (name, column) = columns.items()
-    keep = [index for index, value in enumerate(rows[name]) if value not in MISSING]
-    if not keep:
-        raise ValueError(f"The {split} split has no row with a value of `{column}`.")
-    if len(keep) < len(rows):
-        logger.info(
-            f"Dropped {len(rows) - len(keep)} of the {len(rows)} {split} rows: they are without `{column}`."
+    return rows.rename_columns({column: name for name, column in columns.items() if column != name})
+
+
+def drop_rows(rows: Dataset, reasons: Mapping[int, str], split: str, column: str) -> Dataset:
+    """The rows but for those whose index has a reason; how many are left out, and why, goes on the screen. ValueError
+    where no row is left, for want of a value of `column`."""
+    if not reasons and len(rows):
+        return rows
+    counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(reasons.values()).items())
+    if len(reasons) == len(rows):
+        raise ValueError(
+            f"The {split} split has no row with a value of `{column}` ({counts or 'it is empty'})."
         )
-        rows = rows.select(keep)
-    return rows
+    logger.warning(
+        f"Dropped {len(reasons)} of the {len(rows)} {split} rows: they are without `{column}` "
+        f"({counts}; {name_rows(reasons)})."
+    )
+    return rows.select([index for index in range(len(rows)) if index not in reasons])
 
 
-def check_texts(rows: Dataset, source: str, *names: str, optional: Sequence[str] = ()) -> None:
-    """ValueError where a column of `names` is missing or a value is no string; `optional` ones may be, or be None."""
+def column_values(rows: Dataset, name: str) -> Iterator[Any]:
+    """The values of a column, read in batches: one by one is slow, and all at once may not fit."""
+    for batch in rows.select_columns([name]).iter(ROWS_AT_ONCE):
+        yield from batch[name]
+
+
+def name_rows(indices: Collection[int]) -> str:
+    """Rows by their place in the file or split, counted from 1 below the names of columns."""
+    numbers = [str(index + 1) for index in sorted(indices)]
+    named = ", ".join(numbers[:MOST_ROWS_NAMED])
+    if (more := len(numbers) - MOST_ROWS_NAMED) > 0:
+        named += f" and {more} more"
+    return f"row {named}" if len(numbers) == 1 else f"rows {named}"
+
+
+def check_texts(
+    rows: Dataset,
+    source: str,
+    *names: str,
+    optional: Sequence[str] = (),
+    ignored: Collection[int] = (),
+) -> None:
+    """ValueError where a column of `names` is missing or a value is no string; `optional` ones may be, or be None.
+    Rows whose index is `ignored` are not looked at."""
     for name in (*names, *(each for each in optional if each in rows.column_names)):
         if name not in rows.column_names:
             raise ValueError(f"{source} has no column {name!r}; it has {rows.column_names}.")
-        if broken := sum(
-            not (isinstance(text, str) or (text is None and name in optional))
-            for text in rows[name]
-        ):
+        broken = [
+            index
+            for index, text in enumerate(column_values(rows, name))
+            if index not in ignored
+            and not isinstance(text, str)
+            and not (text is None and name in optional)
+        ]
+        if broken:
             raise ValueError(
-                f"{source} has {broken} rows whose {name} is not a string; repair or drop them."
+                f"{source} has {len(broken)} rows whose {name} is not a string ({name_rows(broken)}); repair or drop "
+                "them."
             )

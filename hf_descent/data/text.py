@@ -1,15 +1,29 @@
 """Text classification data (IMDb, MNLI, or your own): from a Hub name or local files to tokenised splits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
 from ..loading import has_position_table, position_limit
-from .splits import SplitArguments, check_arguments, check_texts, hold_out, load_splits, select_rows
+from .labels import class_key, class_labels, encode_labels, missing_labels, whole_number
+from .splits import (
+    SplitArguments,
+    check_arguments,
+    check_texts,
+    column_values,
+    drop_rows,
+    hold_out,
+    load_splits,
+    name_rows,
+    select_columns,
+)
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -20,7 +34,9 @@ class DataArguments(SplitArguments):
     text_pair_column: str | None = HfArg(
         default=None, help="Column of the second text, where there is one."
     )
-    label_column: str = HfArg(default="label", help="Column of the class: integers or strings.")
+    label_column: str = HfArg(
+        default="label", help="Column of the class: texts, whole numbers or booleans."
+    )
     max_seq_length: int | None = HfArg(
         default=None, help="Tokens to keep of a text; None: the tokenizer's limit."
     )
@@ -34,9 +50,10 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
     """The labelled rows of a text classification task: "train", "validation" and, where it is given, "test", each with
     the columns `text`, `text_pair` (only for pairs) and `labels` (a `ClassLabel`).
 
-    The classes are those of the training split: the names of a `ClassLabel` column, or the sorted values of any other.
-    Rows without a label are dropped, and their number is logged. ValueError where no data is named, a column or a text
-    is missing, the labels hold a -1 that may be a class, or a class of another split does not occur in training.
+    The classes are those of the training split, by the rule of `hf_descent/data/labels.py`: the names of a
+    `ClassLabel` column, or the sorted labels of any other. Rows without a label are dropped; their number is shown.
+    ValueError where no data is named, a column or a text is missing, a label is no class or may stand for "no label",
+    or a class of another split does not occur in training.
     """
     columns = {
         "text": args.text_column,
@@ -44,34 +61,38 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
         "labels": args.label_column,
     }
     columns = {name: column for name, column in columns.items() if column is not None}
-    splits = {name: _labelled_rows(rows, columns, name) for name, rows in load_splits(args).items()}
-    classes = _class_names(splits["train"])
-    return hold_out(
-        {name: _encode_labels(rows, classes, name) for name, rows in splits.items()}, args
-    )
+    splits = load_splits(args, list(columns.values()))
+    labelled = {name: _labelled_rows(rows, columns, name) for name, rows in splits.items()}
+    return hold_out(class_labels(labelled), args)
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
     """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case;
     ValueError where the data has a class that the model has not.
 
-    Labels that are numbers are the model's numbers. If the model has default names (`LABEL_0`, ...), the names of the
-    data keep their order.
+    Numbers and booleans are the same classes however they are written (1 and 1.0, true and 1). Labels that are
+    numbers are the model's numbers, unless it has classes with such names. If the model has default names (`LABEL_0`,
+    ...), the names of the data keep their order.
     """
     names = dataset["train"].features["labels"].names
-    occurring = {names[label] for rows in dataset.values() for label in set(rows["labels"])}
+    occurring = {
+        names[label] for rows in dataset.values() for label in set(column_values(rows, "labels"))
+    }
     classes = [str(id2label[number]) for number in range(len(id2label))]
     numbers = [str(number) for number in range(len(classes))]
     # Numbers by all the names, since a few rows may lack the one that shows that counting begins at 1.
-    for known, given, key in (
+    ways = [
         (classes, occurring, str),
         (classes, occurring, str.casefold),
-        (numbers, names, str),
-    ):
+        (classes, occurring, class_key),
+    ]
+    if all(whole_number(name) is None for name in classes):
+        ways.append((numbers, names, str))
+    for known, given, key in ways:
         same = set(map(key, given)) <= set(map(key, known))
         if same and all(len(set(map(key, each))) == len(set(each)) for each in (given, known)):
             return DatasetDict(
-                {split: _encode_labels(rows, known, split, key) for split, rows in dataset.items()}
+                {split: _renumbered(rows, known, split, key) for split, rows in dataset.items()}
             )
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         return dataset
@@ -102,57 +123,59 @@ def most_tokens(
 def tokenize(
     dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> DatasetDict:
-    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them."""
+    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them.
+    ValueError naming texts of which the tokenizer makes no token at all: a batch of them would have no length."""
     texts = [name for name in ("text", "text_pair") if name in dataset["train"].column_names]
 
-    def encode(batch):
-        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
+    def encode(batch, split):
+        tokens = tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
+        if empty := [index for index, ids in enumerate(tokens["input_ids"]) if not ids]:
+            bare = sorted({batch[name][index] for index in empty for name in texts})
+            raise ValueError(
+                f"The tokenizer makes no token of some rows of the {split} split, whose texts are {bare}: drop these "
+                "rows, or take a tokenizer that puts special tokens around a text."
+            )
+        return tokens
 
-    return dataset.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
+    return DatasetDict(
+        {
+            split: rows.map(
+                encode,
+                batched=True,
+                fn_kwargs={"split": split},
+                remove_columns=texts,
+                desc="Tokenising",
+            )
+            for split, rows in dataset.items()
+        }
+    )
 
 
 def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dataset:
     """The columns `text`, `text_pair` and `labels` of the rows that have a label."""
-    label = columns["labels"]
-    feature = rows.features.get(label)
-    is_named = feature is None or isinstance(feature, ClassLabel)  # -1 is not one of its classes
-    if not is_named and (marks := {str(each) for each in rows[label]} & {"-1", "-100"}):
-        place = f"The column `{label}` of the {split} split holds {marks.pop()}"
-        raise ValueError(
-            f"{place}, which may mean 'no label' or be a class: drop these rows, or rename the class."
-        )
     remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
-    rows = select_rows(rows, columns, split, remedy)
-    check_texts(rows, f"The {split} split", *(columns.keys() - {"labels"}))
-    return rows
+    selected = select_columns(rows, columns, split, remedy)
+    missing = missing_labels(selected, split, columns["labels"])
+    texts = [column for name, column in columns.items() if name != "labels"]
+    check_texts(rows, f"The {split} split", *texts, ignored=missing)
+    _report_blanks(rows.select_columns(texts), split, missing)
+    return drop_rows(selected, missing, split, columns["labels"])
 
 
-def _class_names(train: Dataset) -> list[str]:
-    if isinstance(feature := train.features["labels"], ClassLabel):
-        return feature.names
-    values = sorted(set(train["labels"]))
-    if len(values) < 2:
-        raise ValueError(f"The labelled training rows are all of one class, {values}.")
-    if fractions := [value for value in values if isinstance(value, float) and value % 1]:
-        raise ValueError(
-            f"A label is {fractions[0]}: give classes; for numbers write a script with `num_labels=1`."
+def _report_blanks(texts: Dataset, split: str, ignored: Mapping[int, str]) -> None:
+    """Says on the screen which rows have an empty text: they are kept, but hardly meant."""
+    columns = [column_values(texts, name) for name in texts.column_names]
+    blank = [
+        index
+        for index, values in enumerate(zip(*columns))
+        if index not in ignored and not any(map(str.strip, values))
+    ]
+    if blank:
+        logger.warning(
+            f"{len(blank)} of the {len(texts)} {split} rows have an empty text ({name_rows(blank)}). They are kept."
         )
-    return [str(value) for value in values]
 
 
-def _encode_labels(
-    rows: Dataset, classes: Sequence[str], split: str, key: Callable[[str], str] = str
-) -> Dataset:
-    feature, values = rows.features["labels"], rows["labels"]
-    names: list[Any] = (
-        feature.int2str(values[:]) if isinstance(feature, ClassLabel) else [str(v) for v in values]
-    )
-    indices = {key(name): index for index, name in enumerate(classes)}
-    if unknown := sorted(name for name in set(names) if key(name) not in indices):
-        raise ValueError(
-            f"The {split} split has the classes {unknown}, which the training split does not: {classes}."
-        )
-    labels = [indices[key(name)] for name in names]
-    return rows.remove_columns("labels").add_column(
-        "labels", labels, feature=ClassLabel(names=list(classes))
-    )
+def _renumbered(rows: Dataset, classes: list[str], split: str, key) -> Dataset:
+    names = rows.features["labels"].int2str(rows["labels"][:])
+    return encode_labels(rows, names, classes, split, key)

@@ -19,9 +19,12 @@ from datasets import Array3D, Dataset, DatasetDict, Features, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
 from .splits import RowArguments, check_arguments
 
+
+logger = logging.get_logger(__name__)
 
 CLIPS_AT_ONCE = 50  # held and written together: Arrow has no place for 2**31 bytes in one write
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
@@ -129,6 +132,11 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         parts["test"] = test
     for name, of_split in parts.items():
         parts[name] = [part for part in of_split if part.last - part.first >= args.num_frames]
+        if too_short := len(of_split) - len(parts[name]):
+            logger.warning(
+                f"Dropped {too_short} of the {len(of_split)} videos of the {name} split: there they have fewer than "
+                f"`num_frames` {args.num_frames} frames."
+            )
         if not parts[name]:
             raise ValueError(
                 f"The {name} split holds no clip of `num_frames` {args.num_frames}: it has frames {of_split[0].first} "

@@ -31,13 +31,14 @@ def train_file(tmp_path):
 
 
 def test_rows_become_alpacas_prompts(train_file, caplog):
-    caplog.set_level("INFO", "hf_descent.data")
     splits = load_alpaca(
         AlpacaArguments(train_file=train_file, validation_split_percentage=25),
         tokenizer(chat=False),
     )
     assert [len(splits[name]) for name in ("train", "validation")] == [30, 10]
-    assert "Dropped 1 of the 41 train rows" in caplog.text
+    assert (
+        "Dropped 1 of the 41 train rows: they are without `output` (empty: 1; row 1)" in caplog.text
+    )
     rows = {row["completion"]: row["prompt"] for name in splits for row in splits[name]}
     assert rows["6"] == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -48,6 +49,25 @@ def test_rows_become_alpacas_prompts(train_file, caplog):
         "response that appropriately completes the request.\n\n"
         "### Instruction:\nDouble 4.\n\n### Input:\nof 4\n\n### Response:\n"
     )
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
+def test_answers_stay_as_they_are_written(tmp_path, suffix):
+    outputs = ["007", "1e3", "2020-01-01", "NA", "null", "-1", " 5", "true"]
+    rows = [
+        {"instruction": str(i), "output": output, "unused": ""} for i, output in enumerate(outputs)
+    ]
+    rows[3]["unused"] = 3
+    path = tmp_path / f"train{suffix}"
+    if suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        separator = "\t" if suffix == ".tsv" else ","
+        lines = [rows[0].keys(), *(map(str, row.values()) for row in rows)]
+        path.write_text("\n".join(map(separator.join, lines)))
+    splits = load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer(chat=False))
+    read = {row["completion"] for name in splits for row in splits[name]}
+    assert read == set(outputs)
 
 
 def test_a_chat_template_takes_the_place_of_alpacas(train_file):

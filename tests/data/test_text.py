@@ -1,4 +1,5 @@
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -152,6 +153,10 @@ def test_classes_are_sorted_and_shared_by_all_splits(tmp_path, labels, names):
         ([1, 2, 3], ["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1, 2]),  # counted from 1
         (["pos", "neg", "pos"], ["good", "bad"], None),  # the order of neither is known
         ([1, 2, 3], ["a", "b"], None),
+        ([0, 1, 0], ["0.0", "1.0"], [0, 1, 0]),  # as floats of former versions were named
+        ([1, 0, 1], ["False", "True"], [1, 0, 1]),
+        (["true", "false", "true"], ["0", "1"], [1, 0, 1]),
+        ([0, 1, 0], ["1", "2", "3"], None),  # the class "1" of the model is not its number 1
     ],
 )
 def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expected):
@@ -194,14 +199,17 @@ def test_named_classes_keep_their_meaning(names, labels, classes, expected):
     assert aligned["train"]["labels"][:] == expected
 
 
-def test_unlabelled_rows_are_dropped_and_counted(tmp_path, caplog):
-    caplog.set_level("INFO", "hf_descent.data")
+def test_unlabelled_rows_are_dropped_and_counted_on_the_screen(tmp_path, caplog):
     path = write(
         tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": None} for _ in range(3))]
     )
     splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
     assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
-    assert caplog.text.count("Dropped 3 of the 43") == 2
+    reports = [record for record in caplog.records if "Dropped 3 of the 43" in record.message]
+    assert [record.levelname for record in reports] == [
+        "WARNING"
+    ] * 2  # what Python shows by default
+    assert "without `label` (no value: 3; rows 41, 42, 43)" in reports[0].message
 
 
 @pytest.mark.parametrize(
@@ -278,7 +286,7 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
         ({"train_file": "TRAIN", "text_column": "label"}, "Two of text, labels are in one column"),
         (
             {"train_file": "TRAIN", "text_column": "label", "label_column": "text"},
-            "40 rows whose text is not a str",
+            "40 rows whose label is not a str",
         ),
     ],
 )
@@ -295,9 +303,9 @@ def test_bad_arguments_are_named(train_file, arguments, message):
     [
         ([None, None, None], "no row with a value of `label`"),
         ([1, 1, 1], "all of one class"),
-        ([0.5, 1.0, 0.0], "A label is 0.5: give classes"),
+        ([0.5, 1.0, 0.0], r"holds 0.5 \(row 1\), which is no class: give classes"),
         ([-1, 0, 1], "column `label` of the train split holds -1"),
-        (["-1", "0", "1"], "holds -1"),
+        (["-1", "0", "1"], "holds '-1'"),
         ([-100, 0, 1], "holds -100"),
     ],
 )
@@ -330,6 +338,25 @@ def test_tokenize_cuts_but_does_not_pad(tokenizer):
             and rows["labels"][:] == [0, 1]
             and "text" not in rows.column_names
         )
+
+
+@pytest.mark.parametrize("texts", [["", ""], ["w0", ""], ["w0", " \n"]])
+def test_texts_without_a_token_are_named(tokenizer, texts):
+    splits = DatasetDict(
+        train=Dataset.from_dict({"text": ["w0"], "labels": [0]}),
+        test=Dataset.from_dict({"text": texts, "labels": [0, 1]}),
+    )
+    blank = re.escape(repr(sorted({text for text in texts if not text.strip()})))
+    with pytest.raises(ValueError, match=f"no token of some rows of the test split.* {blank}"):
+        tokenize(splits, tokenizer, 6)
+
+
+def test_empty_texts_are_kept_and_named(tmp_path, caplog):
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(["a", "", " ", "b"])]
+    path = write(tmp_path / "rows.csv", rows)
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    assert rows_of(splits["train"]) == [("", "1"), (" ", "0"), ("a", "0"), ("b", "1")]
+    assert "2 of the 4 train rows have an empty text (rows 2, 3)" in caplog.text
 
 
 def test_lengths_beyond_a_limit_are_refused(tokenizer):

@@ -1,0 +1,235 @@
+"""What a file holds is what is read: against the values that were written, for every kind of file."""
+
+import bz2
+import csv
+import datetime
+import gzip
+import json
+import lzma
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from hf_descent.data.reading import load_file
+
+
+# Texts that a reader might take for numbers, dates, booleans or nothing.
+TEXTS = [
+    *(
+        "007",
+        "7",
+        "01",
+        "1",
+        "1.0",
+        "1e3",
+        "+5",
+        "-1",
+        "0x1F",
+        "1_000",
+        "1,5",
+        "12345678901234567890",
+    ),
+    *(
+        "2020-01-01",
+        "2020-01-01T10:00:00Z",
+        "10:30",
+        "NA",
+        "nan",
+        "null",
+        "None",
+        "N/A",
+        "-",
+        "inf",
+    ),
+    *("true", "False", "", " ", "  leading", "trailing  ", 'a "quoted" word', '"', "two\nlines"),
+    *("a, b; c | d", "tab\there", "\u2028", "ä😀", "#comment", "'", "\\n", "=1+1", '{"a": 1}'),
+]
+COMPRESSIONS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+def read(path, columns=("text", "label")):
+    return load_file("train_file", str(path), columns)
+
+
+def write_csv(path, rows, separator=",", encoding="utf-8", end="\n"):
+    with open(path, "w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=separator, lineterminator=end).writerows(rows)
+    return path
+
+
+def write_lines(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_values_are_texts_as_written(tmp_path, separator, end, encoding):
+    texts = [text for text in TEXTS if not ("\t" in text or "\n" in text)]
+    rows = [["text", "label"], *([text, str(i % 2)] for i, text in enumerate(texts))]
+    path = write_csv(tmp_path / "rows.csv", rows, separator, encoding, end)
+    assert read(path)["text"][:] == texts
+    assert read(path)["label"][:] == [row[1] for row in rows[1:]]
+
+
+def test_quoted_csv_values_hold_lines_and_tabs(tmp_path):
+    rows = [["text", "label"], *([text, "x"] for text in TEXTS)]
+    assert read(write_csv(tmp_path / "rows.csv", rows))["text"][:] == TEXTS
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson", ".parquet"])
+def test_texts_stay_texts(tmp_path, suffix):
+    rows = [{"text": text, "label": text} for text in TEXTS]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        write_lines(path, rows)
+    assert read(path)["text"][:] == read(path)["label"][:] == TEXTS
+
+
+@pytest.mark.parametrize("late", ["001", "", "text", "2020-01-01", "1e400"])
+def test_late_rows_do_not_change_the_early_ones(tmp_path, late):
+    values = [str(i) for i in range(12_000)]
+    values[11_500] = late
+    rows = [["unused", "text", "label"], *([value, value, "1"] for value in values)]
+    assert read(write_csv(tmp_path / "rows.csv", rows))["text"][:] == values
+    lines = write_lines(tmp_path / "rows.jsonl", [{"unused": v, "text": v} for v in values])
+    assert read(lines)["text"][:] == values
+
+
+def test_json_values_keep_their_types(tmp_path):
+    columns = {
+        "whole": [1, 2, None], "float": [1.0, 0.5, None], "truth": [True, None, False],
+        "mixed": [1, "1", True], "numbers": [1, 1.5, None], "nested": [[1], {"a": "7"}, "007"],
+        "late": [None, None, "7"], "long": [2**70, 1, 0],
+    }  # fmt: skip
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    loaded = read(write_lines(tmp_path / "rows.jsonl", rows))
+    for name in columns.keys() - {"long"}:
+        found = loaded[name][:]
+        assert found == columns[name]
+        assert list(map(type, found)) == list(map(type, columns[name]))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "a", "label": 0}, {"text": "b", "label": 1}]',
+        '{"text": "a", "label": 0}\r\n\r\n{"text": "b", "label": 1}\r\n',
+        '\ufeff{"text": "a", "label": 0}\n{"text": "b", "label": 1}',
+        '{"text": ["a", "b"], "label": [0, 1]}',
+        '{\n"text": {"0": "a", "1": "b"},\n"label": {"0": 0, "1": 1}\n}',
+    ],
+    ids=["list", "lines", "byte order mark", "columns", "pandas"],
+)
+def test_forms_of_json(tmp_path, content):
+    (tmp_path / "rows.json").write_bytes(content.encode())
+    assert read(tmp_path / "rows.json").to_list() == [
+        {"text": "a", "label": 0},
+        {"text": "b", "label": 1},
+    ]
+
+
+def test_rows_without_a_key_have_no_value(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "b", "label": "x"}])
+    assert read(path)["label"][:] == [None, "x"]
+
+
+@pytest.mark.parametrize("kind", [".csv", ".tsv", ".json", ".jsonl"])
+@pytest.mark.parametrize("compression", ["", *COMPRESSIONS])
+@pytest.mark.parametrize("case", [str.lower, str.upper])
+def test_endings(tmp_path, kind, compression, case):
+    separator = "\t" if kind == ".tsv" else ","
+    content = f"text{separator}label\nsome{separator}1\n"
+    if "json" in kind:
+        content = '{"text": "some", "label": "1"}'
+    compress = COMPRESSIONS.get(compression, bytes)
+    path = tmp_path / case(f"rows{kind}{compression}")
+    path.write_bytes(compress(content.encode()))
+    assert read(path).to_list() == [{"text": "some", "label": "1"}]
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.parquet.gz", "rows.gz", "csv"])
+def test_other_endings_are_refused(name):
+    with pytest.raises(ValueError, match=r"ends in one of .csv, .tsv, .json.*\.gz"):
+        read(name)
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    for suffix, content in ((".csv.gz", "text,label\n{},1\n"), (".jsonl", '{{"text": "{}"}}')):
+        path = tmp_path / f"rows{suffix}"
+        for word in ("first", "other"):
+            raw = content.format(word).encode()
+            path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
+            assert read(path)["text"][:] == [word]
+
+
+def test_unused_columns_do_not_matter(tmp_path):
+    lines = ["id,text,label,score,,score,", "1,a,x,0.5,,,", ",b,y,,oops,2020-01-01,"]
+    (tmp_path / "rows.csv").write_text("\n".join(lines))
+    loaded = read(tmp_path / "rows.csv")
+    assert loaded["text"][:] == ["a", "b"] and loaded["label"][:] == ["x", "y"]
+
+    rows = [{"text": "a", "label": 1, "x": 1}, {"text": "b", "label": 0, "x": {"y": [None, "z"]}}]
+    assert read(write_lines(tmp_path / "rows.jsonl", rows))["label"][:] == [1, 0]
+
+    table = {"text": ["a"], "label": [1], "day": [datetime.date(2020, 1, 1)], "raw": [b"\xff"]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
+    assert read(tmp_path / "rows.parquet")["label"][:] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "expected"),
+    [
+        ("a,b;text;label\n1;x,y;z\n", ("text", "label"), {"text": "x,y", "label": "z"}),
+        ("text\n\"x; y\"\n", ("text",), {"text": "x; y"}),
+        ("text, label\nx, \"y, z\"\n", ("text", "label"), {"text": "x", "label": "y, z"}),
+        ("\n\ntext , label\nx,y\n", ("text", "label"), {"text": "x", "label": "y"}),
+        ("text,label,\nx,y,\n", ("text", "label"), {"text": "x", "label": "y"}),
+    ],
+    ids=["other separators in names", "one column", "blanks", "blank lines", "trailing separator"],
+)  # fmt: skip
+def test_the_first_line_tells_the_separator(tmp_path, content, columns, expected):
+    (tmp_path / "rows.csv").write_text(content)
+    (row,) = read(tmp_path / "rows.csv", columns).to_list()
+    assert {name: row[name] for name in columns} == expected
+
+
+def test_long_texts_are_read(tmp_path):
+    path = write_csv(tmp_path / "rows.csv", [["text", "label"], ["x" * 200_000, "1"]])
+    assert len(read(path)["text"][0]) == 200_000
+    assert csv.field_size_limit() == 131_072  # as it was
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.csv", 'text,label\n"Great" film,1\n', "line 2: .*double each quote"),
+        ("rows.csv", 'text,label\nb,0\n"a,1\nb,0\n', "unexpected end of data"),
+        ("rows.csv", "text,label\nx,1\na, b,1\n", "line 3 has 3 values for 2 columns"),
+        ("rows.csv", "text,label\na,b,c,d,1\n", "line 2 has 5 values for 2 columns"),
+        ("rows.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n', "several lines with tabs"),
+        ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
+        ("rows.csv", "text,label\n", "no rows below its first line"),
+        ("rows.csv", "", "it is empty"),
+        ("rows.csv", "text,label\nä,1\n".encode("latin-1"), "UTF-8"),
+        ("rows.csv", "text,label\na,1\n".encode("utf-16"), "UTF-8"),
+        ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file"),
+        ("rows.csv.gz", gzip.compress(b"text,label\na,1\n" * 99)[:30], "ended before"),
+        ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
+        ("rows.jsonl", '{"text": "a"}\n{"text": "b"} x\n', "line 2"),
+        ("rows.jsonl", '{"text": "a"}\n[1]\n', r"row 2 is \[1\]"),
+        ("rows.json", "3", "neither rows nor columns"),
+        ("rows.json", "[]", "it has no rows"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    raw = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(ValueError, match=rf"`train_file` is .*{name}', which cannot .*{message}"):
+        read(tmp_path / name)

@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow
 from datasets import Dataset, Features, Json, Value, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from pyarrow import parquet
 
 from .. import __version__
 
@@ -77,8 +79,7 @@ def load_file(argument: str, path: str, columns: Sequence[str] = ()) -> Dataset:
         raise ValueError(f"`{argument}` is {path!r}; give a file that ends in one of {endings}.")
     try:
         if file_type == "parquet":
-            # Brackets and the like in a name would make it a pattern, which other files match.
-            return load_dataset("parquet", data_files=glob.escape(path), split="train")
+            return _load_parquet(path, columns)
         if file_type == "csv":
             return _load_csv(path, columns)
         return _load_json(path)
@@ -115,6 +116,27 @@ def _stored(rows: Any, features: Features, path: str, **settings: Any) -> Datase
     return Dataset.from_generator(
         rows, features, gen_kwargs={"path": path, "version": version, **settings}
     )
+
+
+def _load_parquet(path: str, columns: Sequence[str]) -> Dataset:
+    with fsspec.open(path, "rb", expand=False) as file:
+        schema = parquet.read_schema(file)
+    fields = [field for field in schema if field.name in columns or _is_known(field)]
+    selection = {}
+    if len(fields) < len(schema):
+        features = Features.from_arrow_schema(pyarrow.schema(fields, schema.metadata))
+        selection = {"columns": list(features), "features": features}
+    # Brackets and the like in a name would make it a pattern, which other files match.
+    return load_dataset("parquet", data_files=glob.escape(path), split="train", **selection)
+
+
+def _is_known(field: pyarrow.Field) -> bool:
+    """Whether `datasets` has a type for a column of a parquet file; of maps and the like it has none."""
+    try:
+        Features.from_arrow_schema(pyarrow.schema([field]))
+    except (ValueError, NotImplementedError):
+        return False
+    return True
 
 
 def _load_csv(path: str, columns: Sequence[str]) -> Dataset:

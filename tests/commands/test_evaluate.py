@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_descent import cli, noise_curve
+from hf_descent.commands.evaluate import InstructionArguments, language_task
 from hf_descent.data.alpaca import completion_labels, format_prompt
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve
 from hf_descent.evaluation.comparison import Run
@@ -235,6 +236,19 @@ def test_completions_of_a_language_model(tmp_path):
         ValueError, match="labels of `assistant_only_loss` or `truncation_mode` need"
     ):
         cli.main(["evaluate", str(tmp_path / "model"), *flags])
+
+
+def test_prompts_without_room_for_an_answer_are_counted(tmp_path, capsys):
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    llama().save_pretrained(tmp_path / "model")  # with 64 positions
+    questions = ["w1", "w2", " ".join(["w3"] * 60)]
+    rows = [{"instruction": question, "output": "w8 w9"} for question in questions]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    args = InstructionArguments(train_file=str(tmp_path / "rows.json"))
+    args.validation_file = args.train_file
+    assert len(language_task(str(tmp_path / "model"), args).rows) == 2
+    reported = "Dropped 1 of the 3 validation rows: their prompts leave no room for an answer in 64"
+    assert reported in capsys.readouterr().out
 
 
 def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):

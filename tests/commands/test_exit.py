@@ -204,6 +204,21 @@ def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path
         seen_by_the_profile(monkeypatch, *words, "--instructions", data)
 
 
+def test_rows_that_are_left_out_are_counted(tmp_path, monkeypatch, capsys):
+    folder = saved(llama(num_layers=2), tmp_path / "model")
+    texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row)
+    seen = seen_by_the_profile(
+        monkeypatch, folder, "--text_file", texts, "--prompt_length", "8", "--prompts", "2"
+    )
+    assert len(seen["rows"]) == 4  # of 12, 11, 10 and 9 tokens
+    assert "Dropped 2 of the 6 rows: they have at most 8 tokens." in capsys.readouterr().out
+
+    rows = [{"instruction": f"w{i}", "output": "w1" if i else ""} for i in range(3)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    seen_by_the_profile(monkeypatch, folder, "--instructions", tmp_path / "rows.json")
+    assert "Dropped 1 of the 3 rows: they are without `output`." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("answered", [True, False])
 @pytest.mark.parametrize(("chat", "form"), [(True, "auto"), (True, "alpaca"), (False, "auto")])
 def test_instructions_are_asked_as_in_training_and_their_answers_measured(

@@ -179,6 +179,7 @@ def test_unused_columns_do_not_matter(tmp_path):
     assert read(write_lines(tmp_path / "rows.jsonl", rows))["label"][:] == [1, 0]
 
     table = {"text": ["a"], "label": [1], "day": [datetime.date(2020, 1, 1)], "raw": [b"\xff"]}
+    table["map"] = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
     assert read(tmp_path / "rows.parquet")["label"][:] == [1]
 

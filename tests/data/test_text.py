@@ -272,6 +272,21 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
     assert {("c", "neg"), ("a", "pos")} < set(rows_of(splits["train"]))
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_types_that_datasets_guessed_are_said(tmp_path, caplog, suffix):
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / f"train{suffix}", ROWS)
+    splits = load_text_classification(DataArguments(dataset_name=str(tmp_path / "rows")))
+    assert len(splits["train"]) == 38
+    assert ("`datasets` guesses their types" in caplog.text) == (suffix != ".parquet")
+
+
+def test_a_data_set_that_datasets_cannot_read_is_named(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label,x\n" + "a,1,1\n" * 11_000 + "b,0,oops\n")
+    with pytest.raises(ValueError, match="whose rows `datasets` cannot read .*`train_file`"):
+        load_text_classification(DataArguments(dataset_name=str(tmp_path)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

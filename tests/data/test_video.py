@@ -262,9 +262,11 @@ def test_splits_without_a_clip_are_refused(tmp_path, shares, match):
         arguments()
 
 
-def test_a_video_too_short_for_the_gaps_between_parts_is_left_out(tmp_path):
+def test_a_video_too_short_for_the_gaps_between_parts_is_left_out(tmp_path, caplog):
     paths = [write_video(tmp_path / "long.avi", 60), write_video(tmp_path / "short.avi", 3, seed=1)]
     splits = load_clips(arguments(train_files=paths, split_gap=10))
     assert {name for split in splits.values() for name in split["video"]} == {
         os.path.realpath(paths[0])
     }
+    for split in ("train", "validation"):
+        assert f"Dropped 1 of the 2 videos of the {split} split" in caplog.text

@@ -1,26 +1,30 @@
 """Loading the models of finished runs, whole or as adapters, and their tokenizers."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
 from .files import find_json
-from .models import (
-    LinearReadoutForSequenceClassification,
-)  # and registers the package's other architectures
+from .models.linear_readout import KINDS, LinearReadoutModel
 from .runs import RunFolder
 
 
@@ -30,20 +34,34 @@ CAUSAL_LMS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
 
 
+def no_model_in(folder: str) -> ValueError:
+    """The error for a folder without a model, such as that of a script that did not save one."""
+    steps = [path.name for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    others = f", or name a checkpoint in it: {', '.join(sorted(steps))}" if steps else ""
+    return ValueError(
+        f"{folder} holds no model: end the training with `trainer.save_model()`{others}."
+    )
+
+
+def _architecture_in_config(name: str) -> str:
+    is_folder = os.path.isdir(name)
+    if is_folder and not os.path.isfile(os.path.join(name, CONFIG_NAME)):
+        raise no_model_in(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except OSError as error:
+        if is_folder:
+            raise
+        raise ValueError(
+            f"There is no folder {name!r}, and the Hub gave no such model: {error}"
+        ) from error
+    return (config.architectures or ["model whose config names no architecture"])[0]
+
+
 def architecture_of(name: str) -> str:
     """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
     if not (adapter := find_json(name, ADAPTER)):
-        try:
-            return (
-                AutoConfig.from_pretrained(name).architectures
-                or ["model whose config names no architecture"]
-            )[0]
-        except OSError as error:
-            if os.path.isdir(name):
-                raise
-            raise ValueError(
-                f"There is no folder {name!r}, and the Hub gave no such model: {error}"
-            ) from error
+        return _architecture_in_config(name)
     task = adapter.get("task_type")
     return RunFolder(name).summary.get("model") or TASKS.get(
         task, f"model with an adapter of task {task}"
@@ -68,47 +86,64 @@ def weights_of(name: str, num_labels: int | None = None) -> Iterator[None]:
         raise ValueError(f"The weights of {name!r} {fault}.") from error
 
 
-def load_model(name: str) -> PreTrainedModel:
+def load_model(name: str, images: bool = False) -> PreTrainedModel:
     """A text classifier or a causal language model in eval mode and its saved dtype, with the `noise_sigma` of its
     training; `name` is a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
 
-    ValueError where the model is of another kind, or was trained with a custom readout.
+    ValueError where the model is of another kind, or was trained with a custom readout. An image classifier is taken
+    where `images` says so.
     """
     architecture, summary = architecture_of(name), RunFolder(name).summary
     if "readout" in summary:
         raise ValueError(
             f"{name} has the custom readout `{summary['readout']}`, which no file holds: use a script."
         )
-    is_classifier = architecture.endswith("ForSequenceClassification")
-    if (
-        not is_classifier
-        and architecture not in CAUSAL_LMS
-        and not architecture.endswith("ForCausalLM")
-    ):
-        raise ValueError(
-            f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model."
-        )
+    auto_class = _auto_class(architecture)
+    if auto_class is None or (auto_class is AutoModelForImageClassification and not images):
+        kinds = "a text classifier or a causal language model"
+        if images:
+            kinds = "a classifier of texts or images, or a causal language model"
+        raise ValueError(f"`model` is {name!r}, a {architecture}; give {kinds}.")
     if not find_json(name, ADAPTER):
-        auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
         with weights_of(name):
             return auto_class.from_pretrained(name, dtype="auto")
+    return _load_adapter(name, architecture, auto_class, summary)
+
+
+def _auto_class(architecture: str) -> type | None:
+    """The auto class of a model that a command may take; `None` for others."""
+    if architecture.endswith("ForSequenceClassification"):
+        return AutoModelForSequenceClassification
+    if architecture.endswith("ForImageClassification"):
+        return AutoModelForImageClassification
+    if architecture in CAUSAL_LMS or architecture.endswith("ForCausalLM"):
+        return AutoModelForCausalLM
+    return None
+
+
+def _load_adapter(
+    name: str, architecture: str, auto_class: type, summary: Mapping[str, Any]
+) -> PreTrainedModel:
+    """An adapter on its base, in eval mode, with what its training wrote of the model's config."""
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
     # An adapter's folder does not have the config of its base.
     known = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
     with weights_of(name):
-        if architecture == LinearReadoutForSequenceClassification.__name__:
-            base = LinearReadoutForSequenceClassification.from_encoder(
-                summary["encoder"], summary["pooling"], **known
-            )
-            model = PeftModel.from_pretrained(base, name)
-        elif is_classifier:
+        if architecture.startswith("LinearReadoutFor"):
+            model = PeftModel.from_pretrained(_linear_readout(name, summary, known), name)
+        elif auto_class is AutoModelForSequenceClassification:
             model = AutoPeftModelForSequenceClassification.from_pretrained(
                 name, dtype="auto", **known
             )
+        elif auto_class is AutoModelForImageClassification:
+            base = find_json(name, ADAPTER)["base_model_name_or_path"]
+            model = PeftModel.from_pretrained(
+                auto_class.from_pretrained(base, dtype="auto", **known), name
+            )
         else:
             model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
-    if is_classifier:
+    if auto_class is not AutoModelForCausalLM:
         # The base may have other names, or the same ones in another order.
         names = summary.get(
             "id2label",
@@ -120,6 +155,20 @@ def load_model(name: str) -> PreTrainedModel:
     return model.eval()
 
 
+def _linear_readout(
+    name: str, summary: Mapping[str, Any], known: Mapping[str, Any]
+) -> LinearReadoutModel:
+    """The base of an adapter in `name`: an encoder under a new linear layer, which the adapter must bring."""
+    if "classifier" not in (find_json(name, ADAPTER).get("modules_to_save") or ()):
+        raise ValueError(
+            f"The adapter in {name!r} does not hold the linear layer of its model: train it with "
+            "`modules_to_save=['classifier']`."
+        )
+    kind = next(kind for kind in KINDS.values() if kind.__name__ == summary["model"])
+    bias = summary.get("classifier_bias", True)
+    return kind.from_encoder(summary["encoder"], summary["pooling"], classifier_bias=bias, **known)
+
+
 def best_device() -> torch.device:
     """The accelerator of this machine, or else its CPU."""
     return (
@@ -127,6 +176,14 @@ def best_device() -> torch.device:
         if torch.accelerator.is_available()
         else torch.device("cpu")
     )
+
+
+def load_image_processor(name: str):
+    """The image processor that is saved with a model; `None` where there is none."""
+    try:
+        return AutoImageProcessor.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:

@@ -227,6 +227,10 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             "`perturbation_rates` is given, but there are no typing errors for completions."
         )
     summary = RunFolder(name).summary
+    if loss := summary.get("layer_loss_fn"):
+        raise ValueError(
+            f"{name} was trained with the loss `{loss}`, which no file holds: use `evaluate_layers` in a script."
+        )
     gamma_train = upper_level(summary.get("noise_gamma"))
     model, noise = (
         task.model.to(best_device()),

@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import DataCollatorForSeq2Seq
+from datasets import DatasetDict
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from ..data.alpaca import PromptFormat, completion_labels, prompt_ids, read_instructions
+from ..data.images import ImageCollator, load_image_classification
 from ..data.reading import load_file
 from ..data.splits import check_arguments, check_texts
 from ..data.text import (
@@ -22,9 +24,15 @@ from ..data.text import (
 )
 from ..early_exit import ConfidenceExit, exit_profile, speculation_profile
 from ..evaluation.scoring import Result
-from ..loading import best_device, load_model, load_tokenizer, position_limit
+from ..loading import (
+    best_device,
+    load_image_processor,
+    load_model,
+    load_tokenizer,
+    position_limit,
+)
 from ..runs import RunFolder, tables
-from .arguments import parse_models
+from .arguments import SOURCES, parse_models, record_of
 
 
 @dataclass
@@ -55,6 +63,10 @@ class ExitArguments:
         default=None, help="Language models: cut these to so many tokens."
     )
     max_new_tokens: int = HfArg(default=64, help="Language models: tokens generated for each.")
+    image_column: str = HfArg(
+        default="image",
+        help="Image classifiers: column of the images, or of the numbers that the model reads.",
+    )
     shortlist: int | None = HfArg(
         default=None, help="Draft from so many most frequent tokens; None: what is best."
     )
@@ -83,36 +95,72 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
     (name,) = models
     folder = Path(args.output_dir or (name if Path(name).is_dir() else "."))
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
-    model, tokenizer = load_model(name).to(best_device()), load_tokenizer(name)
-    if hasattr(
-        model, "merge_and_unload"
-    ):  # an adapter: its layers are taken away with those of its base
+    model = load_model(name, images=True).to(best_device())
+    if hasattr(model, "merge_and_unload"):  # an adapter's layers are cut with those of its base
         model = model.merge_and_unload()
-    measure = (
-        _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
-    )
-    results = measure(model, tokenizer, args, data_args)
+    architecture = type(model).__name__
+    if architecture.endswith("ForImageClassification"):
+        results = _image_classifier(name, model, args, data_args)
+    elif "ForSequenceClassification" in architecture:
+        results = _text_classifier(name, model, args, data_args)
+    else:
+        results = _language_model(model, load_tokenizer(name), args, data_args)
     RunFolder(folder).write(results)
     print(f"{tables(results)}\n\nWritten to {folder}")
 
 
-def _classifier(
-    model, tokenizer, args: ExitArguments, data_args: DataArguments
+def _text_classifier(
+    name: str, model: PreTrainedModel, args: ExitArguments, data_args: DataArguments
 ) -> dict[str, Result]:
+    tokenizer = load_tokenizer(name)
     dataset = load_text_classification(data_args)
-    dataset["train"] = dataset["train"].select(
-        [0]
-    )  # all that is left for it to do is to name the columns
+    _warn_of_training_rows(name, data_args)
+    # All that is left for the training rows to do is to name the columns.
+    dataset["train"] = dataset["train"].select([0])
     limit = most_tokens(tokenizer, model, data_args.max_seq_length)
     dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
-    if "test" not in dataset:
-        halves = dataset["validation"].train_test_split(0.5, seed=data_args.split_seed)
-        dataset["validation"], dataset["test"] = halves["train"], halves["test"]
-    settings = {"processing_class": tokenizer, "batch_size": args.batch_size, "progress": True}
-    fast = ConfidenceExit(model).calibrate(dataset["validation"], args.max_loss, **settings)
+    return _classifier(model, dataset, args, data_args, processing_class=tokenizer)
+
+
+def _image_classifier(
+    name: str, model: PreTrainedModel, args: ExitArguments, data_args: DataArguments
+) -> dict[str, Result]:
+    dataset = load_image_classification(data_args, args.image_column, data_args.label_column)
+    _warn_of_training_rows(name, data_args)
+    dataset = align_classes(dataset, model.config.id2label)
+    collator = ImageCollator(model, load_image_processor(name), dataset["validation"])
+    settings = {"data_collator": collator, "remove_unused_columns": False}
+    return _classifier(model, dataset, args, data_args, **settings)
+
+
+def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
+    """Say where the rows to measure on are drawn from those of training, and no record says how that drew its own."""
+    is_named = data_args.validation_split or data_args.validation_file
+    if not is_named and not record_of(name).keys() & {*SOURCES}:
+        print(
+            "The validation rows are drawn from those of the training split, on which the model may have been trained: "
+            "name others by `--validation_split` or `--validation_file`.\n"
+        )
+
+
+def _classifier(
+    model: PreTrainedModel,
+    dataset: DatasetDict,
+    args: ExitArguments,
+    data_args: DataArguments,
+    **settings,
+) -> dict[str, Result]:
+    """The exits of a classifier on its prepared `dataset`; `settings` as for [`exit_profile`]."""
+    validation = dataset["validation"]
+    test = dataset.get("test")
+    if test is None:
+        halves = validation.train_test_split(0.5, seed=data_args.split_seed)
+        validation, test = halves["train"], halves["test"]
+    settings = {"batch_size": args.batch_size, "progress": True, **settings}
+    fast = ConfidenceExit(model).calibrate(validation, args.max_loss, **settings)
     return {
-        "exit_profile": exit_profile(model, dataset["test"], repeats=args.repeats, **settings),
-        "confidence_exit": fast.evaluate(dataset["test"], repeats=args.repeats, **settings),
+        "exit_profile": exit_profile(model, test, repeats=args.repeats, **settings),
+        "confidence_exit": fast.evaluate(test, repeats=args.repeats, **settings),
     }
 
 

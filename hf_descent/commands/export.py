@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..early_exit import truncate
 from ..hub.push import OWN_MODELS
-from ..loading import CAUSAL_LMS, load_model, load_tokenizer
+from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
 
 
 STANDALONE = """\
@@ -65,26 +65,36 @@ def run(args: argparse.Namespace) -> None:
     folder = Path(args.output_dir)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`output_dir` {args.output_dir!r} is not empty; name another.")
-    model, tokenizer, whole = load_model(args.model), load_tokenizer(args.model), args.model
-    if is_adapter := hasattr(model, "merge_and_unload"):
+    model, whole = load_model(args.model, images=True), args.model
+    is_adapter = hasattr(model, "merge_and_unload")
+    if is_adapter:
         model, whole = model.merge_and_unload(), "WHOLE"
-    config, inputs = (
-        model.config.get_text_config(),
-        dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt")),
-    )
-    drafts = (architecture := type(model).__name__) in CAUSAL_LMS
-    if (
-        not drafts and getattr(config, "pad_token_id", None) is None
-    ):  # causal ones find the last token of a row by it
-        config.pad_token_id = tokenizer.pad_token_id
+    architecture = type(model).__name__
+    reads_images = architecture.endswith("ForImageClassification")
+    if reads_images and args.format == "onnx":
+        raise ValueError(f"{architecture} reads images: only texts are exported with `onnx`.")
+    if reads_images:
+        processing, inputs = load_image_processor(args.model), None
+    else:
+        processing = load_tokenizer(args.model)
+        inputs = dict(processing(["Two rows of text."] * 2, return_tensors="pt"))
+    config = model.config.get_text_config()
+    drafts = architecture in CAUSAL_LMS
+    if not drafts and not reads_images and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = processing.pad_token_id  # by it causal ones find a row's last token
     short = truncate(model, args.layer, inputs)
     if args.format == "onnx":
         save_onnx(short, inputs, folder)
     else:
         short.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if processing is not None:
+        processing.save_pretrained(folder)
     depth = config.num_hidden_layers
-    auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
+    auto_class = "AutoModelForSequenceClassification"
+    if drafts:
+        auto_class = "AutoModelForCausalLM"
+    elif reads_images:
+        auto_class = "AutoModelForImageClassification"
     text = (
         STANDALONE
         + (SERVED if drafts else "")

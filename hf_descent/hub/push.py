@@ -24,7 +24,7 @@ from ..evaluation.plots import plot_curves, plot_layers, save_figure
 from ..evaluation.robustness import SUMMARIES
 from ..evaluation.scoring import Result
 from ..files import atomic_write, find_json, plain
-from ..loading import ADAPTER
+from ..loading import ADAPTER, no_model_in
 from ..runs import RunFolder
 from .card import PAPER, TAGS, benchmark_entry, metrics_of, render
 
@@ -96,9 +96,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     if not (
         config or adapter or facts.get("architecture")
     ):  # TRL's trainers ask before they save a model
-        raise ValueError(
-            f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder."
-        )
+        raise no_model_in(str(folder))
     descent = run.summary
     measured_by = facts.pop("readout", None)
     left_out = (*RESULTS, "baseline", "evaluated")

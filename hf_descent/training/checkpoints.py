@@ -232,7 +232,7 @@ def run_summary(
             summary["layer_loss_fn"] = name_of(trainer.compute_loss_func)
     # Of the model's config, without which an adapter is saved.
     config = getattr(model, "config", None)
-    of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")
+    of_classifiers = ("num_labels", "id2label", "pooling", "classifier_bias", "pad_token_id")
     of_classifiers = of_classifiers if "Classification" in summary["model"] else ()
     for name in ("noise_sigma", *of_classifiers):
         if (value := getattr(config, name, None)) is not None:

@@ -161,7 +161,7 @@ def test_a_card_without_evaluations_says_so(tmp_path):
     }
     write_card(tmp_path / "bare", evaluation=evaluation)
     assert "f_L = 0.9," in read(tmp_path / "bare")[1]
-    with pytest.raises(ValueError, match="neither `config.json` nor"):
+    with pytest.raises(ValueError, match="holds no model"):
         cli.main(["card", str(tmp_path)])
     (tmp_path / "bare" / "eval_results.json").write_text("{")
     with pytest.raises(ValueError, match="eval_results.json cannot be read"):

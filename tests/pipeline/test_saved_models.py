@@ -331,4 +331,4 @@ def test_a_custom_loss_is_named_on_the_card(tmp_path):
     trainer.save_model()
     trainer.create_model_card()
     text = (tmp_path / "README.md").read_text()
-    assert "Losses on this card are those of `focal`, which is not saved" in text
+    assert "training and evaluation are those of `focal`, which is not saved" in text

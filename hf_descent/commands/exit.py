@@ -138,8 +138,8 @@ def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
     is_named = data_args.validation_split or data_args.validation_file
     if not is_named and not record_of(name).keys() & {*SOURCES}:
         print(
-            "The validation rows are drawn from those of the training split, on which the model may have been trained: "
-            "name others by `--validation_split` or `--validation_file`.\n"
+            "The validation rows are drawn from those of the training split, on which the model may have been "
+            "trained: name others by `--validation_split` or `--validation_file`.\n"
         )
 
 

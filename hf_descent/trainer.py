@@ -44,7 +44,7 @@ from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, results_of_weights
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
-from .training.records import LayerTotals, RunRecord, StepSums, counted_step, reduced
+from .training.records import LayerTotals, RunRecord, StepSums, counted_step
 from .training.search import default_objective
 
 
@@ -202,9 +202,7 @@ class DescentMixin:
                 model, inputs, keep_logits=return_outputs, key=key
             )
             labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
-            self._evaluated = self._evaluated.plus(
-                measured, self.args.process_index, self.args.world_size, labels
-            )
+            self._evaluated = self._evaluated.plus(measured, labels)
             self._log_tokens(inputs, measured.outputs, measured.tokens)
             loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
             return (loss, measured.outputs) if return_outputs else loss
@@ -372,19 +370,18 @@ class DescentMixin:
             raise ValueError(
                 "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
             )
-        dual, read = self._dual, self._evaluated
+        dual, totals = self._dual, self._evaluated
         if is_beside:
             dual = self._judging = self._evaluated.judging_state()
-            read = self._evaluated.totals
+            totals = self._evaluated.totals
         if dual is not None:
-            totals = reduced(self, read.over(dual.num_layers, self.args.device))
-            given = (
-                read.labels,
+            metrics, certificate = evaluation.layer_metrics(
+                dual,
+                evaluation.gathered(self, totals),
+                totals.labels,
                 metric_key_prefix,
-                self.state.global_step,
                 self._record.also_selected,
             )
-            metrics, certificate = evaluation.layer_metrics(dual, totals, *given)
             if is_beside:
                 metrics.pop(f"{metric_key_prefix}_loss", None)  # Trainer's own stays
             self._record.keep_certificate(

@@ -41,9 +41,9 @@ SMALLEST, LARGEST = 1e-12, 1e12
 PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
 # The tolerance of a row as a share of the decrease that it asks for. Exits and bounds promise a number and have none.
 TOLERANCE = 0.1
-AT_CHANCE = (
-    0.98  # a loss from this share of that of a constant prediction on is no sign of learning
-)
+# A layer is at chance from this share of the loss of a constant prediction on: a smaller gain is no sign of learning.
+# Log, profile and verdict all mean this.
+AT_CHANCE = 0.98
 ARGUMENTS = (  # of a problem, as they are saved; version 0.1 has fewer
     "alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss", "descent_strength",
     "exit_targets", "loss_targets",
@@ -254,18 +254,20 @@ class DescentProblem:
         return self.violations(layer_losses)[self._index].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether rows are met, by their tolerances or `tol`, with their layers and f_L below `chance`; estimated."""
+        """Whether rows are met, by their tolerances or `tol`, with their layers and f_L not at chance; estimated."""
         beyond, learned = self.excess(layer_losses)
         beyond = beyond if tol is None else self.violations(layer_losses)[self._index] - tol
         return bool((beyond <= 0).all() & (learned < 0).all())
 
     def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Violations less tolerances `[constraints]`, and the losses of the same layers, then f_L, less `chance`
-        `[constraints + 1]`. A model meets the rows where the former are at most 0 and the latter below 0: without
-        the latter, a row that asks for hardly anything would be met by layers that have learned nothing."""
+        """Violations less tolerances `[constraints]`, and the losses of the same layers, then f_L, less the loss from
+        which on a layer is at chance `[constraints + 1]`. A model meets the rows where the former are at most 0 and
+        the latter below 0: without them, a row that asks for hardly anything would be met by layers that have learned
+        nothing."""
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         beyond = (self.violations(losses) - self.bounds(losses)[1])[self._index]
-        return beyond, torch.cat([losses[self._layer - 1], losses[-1:]]) - self.chance
+        judged = torch.cat([losses[self._layer - 1], losses[-1:]])  # [constraints + 1]
+        return beyond, judged - AT_CHANCE * self.chance
 
     def descent_share(self, layer_losses: torch.Tensor) -> float | None:
         """The share of the decrease to f_L that every layer keeps up with: min over the constrained l < L of

@@ -1,8 +1,10 @@
 """The verdict: row by row, whether what was asked of the layers is met on held-out data, with confidence.
 
-It assumes that the samples are independent, of the distribution that the statement is about, and enough for the t
-interval of a mean, and that none of them was used to train this model or to choose it. It is about the layer losses of
-one model; the constants of the paper's theorems cannot be measured and are not claimed.
+It assumes that the examples are independent, of the distribution that the statement is about, and that none of them
+was used to train this model or to choose it. It is about the layer losses of one model; the constants of the paper's
+theorems cannot be measured and are not claimed.
+
+A problem has rows (constraints), and the data has examples; where both occur, the latter are called examples here.
 """
 
 from collections.abc import Sequence
@@ -12,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..constraints.problem import SMALLEST, DescentProblem, largest_rise
+from ..constraints.problem import AT_CHANCE, SMALLEST, DescentProblem, largest_rise
+from .intervals import LEAST_ROWS, LEAST_SKEWED_ROWS, confidence_limits, values_of_rows
 from .scoring import Result, format_table
-from .sums import radius
 
 
-# With fewer blocks the interval is too narrow where losses are heavy-tailed.
-MIN_BLOCKS = 8
+# Of means over blocks of batches, which evaluations of version 0.2 kept in place of examples.
+LEAST_BLOCKS = 8
 MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
 ALSO_SELECTED = "Training was fitted to some of these rows, or has chosen its checkpoint by them: judge by others."
 
@@ -33,12 +35,13 @@ class Certificate(Result):
         asked (float64 `[rows]`): the loss that each row asks its layer to be below.
         reached (float64 `[rows]`): the loss of that layer.
         tolerances (float64 `[rows]`): by how much it may be missed.
-        radii (float64 `[rows]`): half-widths of the (paired) intervals of `reached - asked - tolerances`.
+        radii (float64 `[rows]`): from `reached - asked - tolerances` to the upper end of its (paired) interval; not a
+            number where there is none.
         verdicts (`list[str]`): "met" where this interval lies below 0, and the intervals of the layer's loss and of
-            f_L lie below chance. "not met" where this interval lies above 0, or that of the layer's loss above chance.
-            Else "not shown", as always on under 8 blocks of data, of one layer, or with a loss that is not positive.
+            f_L show that neither is at chance. "not met" where this interval lies above 0, or the layer is shown to be
+            at chance. Else "not shown".
         feasible (`bool`): whether every row is met; as sure as that of each row is (an intersection-union test).
-        has_learned (`bool`): whether the constrained layers and the last are shown to be below chance, where known.
+        has_learned (`bool`): whether the constrained layers and the last are shown not to be at chance.
         max_violation (`float`): the largest violation, in units of the loss.
         shortfall (`float`): the share of the way from chance to what its row asks that the worst layer may still miss,
             by the upper end of its interval; 0 where every row is within its tolerance.
@@ -52,6 +55,10 @@ class Certificate(Result):
             or settings by it: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
+        reasons (`list[str]`, *optional*): why each row is not met, in words; empty where it is.
+        examples (`int`, *optional*): the independent parts of the data that the intervals are made of: its rows, of
+            packed texts documents.
+        whole_batches (`int`): how many of these are whole batches, whose loss cannot be told by row.
     """
 
     losses: np.ndarray
@@ -75,8 +82,22 @@ class Certificate(Result):
     also_selected: bool = False
     data_name: str = ""
     loss_radii: np.ndarray | None = None
+    reasons: list[str] | None = None
+    examples: int | None = None
+    whole_batches: int = 0
 
     def __str__(self) -> str:
+        lines = [format_table(self._table()), f"{self._summary()}."]
+        if self.whole_batches:
+            lines.append(
+                f"The loss cannot be told by row in {self.whole_batches} batches, each of which counts as one row: "
+                "the intervals are wider than they need be."
+            )
+        if self.also_selected:
+            lines.append(ALSO_SELECTED)
+        return "\n".join(lines)
+
+    def _table(self) -> list[list[str]]:
         columns = {
             "row": self.rows,
             "asked": [f"{loss:.4g}" for loss in self.asked],
@@ -86,89 +107,183 @@ class Certificate(Result):
             "multiplier": [f"{multiplier:.3g}" for multiplier in self.multipliers or []],
             "verdict": self.verdicts,
         }
+        if any(self.reasons or []):
+            width = max(map(len, self.reasons))
+            columns["reason"] = [reason.ljust(width) for reason in self.reasons]
         columns = {title: cells for title, cells in columns.items() if cells}
-        table = [list(columns), *map(list, zip(*columns.values()))]
+        if "reason" in columns:
+            columns = {
+                name.ljust(width) if name == "reason" else name: cells
+                for name, cells in columns.items()
+            }
+        return [list(columns), *map(list, zip(*columns.values()))]
+
+    def _summary(self) -> str:
         summary = f"{self.verdicts.count(MET)} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
-        summary += "" if self.items is None else f" over {self.items} items"
+        if self.items is not None:
+            summary += f" over {self.items} items"
+        if self.examples not in (None, self.items):
+            summary += f" of {self.examples} examples"
         if self.descent_share is not None:
             summary += f", descent share {self.descent_share:.2f}"
         if self.warmup_share is not None:
             summary += f" (in training, after warm-up, {self.warmup_share:.2f})"
         if self.largest_rise is not None:
             summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
-        if np.isnan(self.radii).all() and NOT_MET not in self.verdicts:
-            summary += f". No row has an interval: it takes {MIN_BLOCKS} batches of data, and losses above 0"
-        if not self.has_learned:
-            summary += ". The layers are not all shown to be better than a constant prediction"
-        return f"{format_table(table)}\n{summary}." + (
-            f"\n{ALSO_SELECTED}" if self.also_selected else ""
-        )
+        return summary
 
 
 def certify(
     problem: DescentProblem,
-    blocks: np.ndarray,
+    rows: np.ndarray,
     confidence: float = 0.95,
     gamma: float = 0.0,
     multipliers: Sequence[float] | None = None,
     chance: float | None = None,
+    least_rows: int = LEAST_ROWS,
+    items: int | None = None,
     **facts: Any,
 ) -> Certificate:
-    """The verdict on a problem from sums over held-out data; ValueError where `confidence` is no level.
+    """The verdict on a problem from held-out data; ValueError where `confidence` is no level.
 
     Args:
         problem ([`DescentProblem`]): what was asked.
-        blocks (float64 `[B, L, 2]`): of each block of the data and each layer the sum of the losses and of the items.
-        confidence, gamma, facts: as in the [`Certificate`]; facts are `warmup_share`, `also_selected`, `data_name`.
+        rows (float64 `[n, L + 1]`): of each row of the data the sums of its losses at each layer, and its items.
+        confidence, gamma, facts: as in the [`Certificate`]; facts are `warmup_share`, `also_selected`, `data_name`,
+            `whole_batches`.
         multipliers (`[rows]`, *optional*): those of the training.
         chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
             it is not known: labels of another distribution, or fewer of them, have another one.
+        least_rows (`int`): with how many rows of the data an interval begins.
+        items (`int`, *optional*): what the losses are averaged over, where the last column holds weights.
     """
-    arguments = problem.state_dict()
-    known = [value for value in (arguments["chance_loss"], chance) if value]
-    # A new one, since the given one may be on a device.
-    problem = DescentProblem(**arguments | {"chance_loss": min(known, default=None)})
+    problem = _on_cpu(problem, chance)
 
-    def excess(sums):
-        return torch.cat(problem.excess(torch.from_numpy(_means(sums)))).numpy()
+    def excess(losses: np.ndarray) -> np.ndarray:
+        return torch.cat(problem.excess(torch.from_numpy(losses))).numpy()
 
-    total, count = blocks.sum(axis=0), len(problem.rows)
-    losses, values = torch.from_numpy(_means(total)), excess(total)
-    errors = np.broadcast_to(radius(excess, blocks, confidence), values.shape)
-    if len(blocks) < MIN_BLOCKS or problem.num_layers < 2 or not (losses > 0).all():
-        errors = np.full(values.shape, np.nan)
-    upper, lower = values + errors, values - errors
+    count = len(problem.rows)
+    values, of_rows = values_of_rows(excess, rows)  # [2 * count + 1]
+    losses = torch.from_numpy(rows[:, :-1].sum(axis=0) / rows[:, -1].sum())  # [L]
+    lower, upper = confidence_limits(of_rows, confidence, least_rows)
+    if problem.num_layers < 2 or not (losses > 0).all():
+        lower, upper = np.full_like(values, -np.inf), np.full_like(values, np.inf)
+
     learned = (upper[count:-1] < 0) & (upper[-1] < 0) & (chance != 0)
     met = (upper[:count] <= 0) & learned & bool(chance)
     failed = (lower[:count] > 0) | (lower[count:-1] > 0)
+    verdicts = np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist()
+
     index = [row.index for row in problem.rows]
     asked, tolerances = (values[index].numpy() for values in problem.bounds(losses))
+    judged = _Judged(problem, losses.numpy(), values, lower, upper, len(rows), least_rows, chance)
+    asks_nothing = [judged.asks_nothing(place) for place in range(count)]
+    radii = np.where(np.isinf(upper) | np.isnan(values), np.nan, upper - values)[:count]
+    spread = confidence_limits(
+        values_of_rows(lambda losses: losses, rows)[1], confidence, least_rows
+    )
+    shortfalls = upper[:count].clip(min=0) / (problem.chance - asked).clip(min=SMALLEST)
     return Certificate(
         losses=losses.numpy(),
         rows=[row.name for row in problem.rows],
         asked=asked,
         reached=losses[[row.layer - 1 for row in problem.rows]].numpy(),
         tolerances=tolerances,
-        radii=np.where((values == 0) & (errors == 0), np.nan, errors)[
-            :count
-        ],  # the last layer is no better than f_0
-        verdicts=np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist(),
+        radii=np.where(asks_nothing, np.nan, radii),
+        verdicts=verdicts,
         feasible=bool(met.all()),
         has_learned=bool(learned.all()),
         max_violation=problem.max_violation(losses).item(),
-        shortfall=float(
-            (upper[:count].clip(min=0) / (problem.chance - asked).clip(min=SMALLEST)).max()
-        ),
+        shortfall=float(shortfalls.max()),
         descent_share=problem.descent_share(losses) if chance and upper[-1] < 0 else None,
         largest_rise=largest_rise(losses),
         gamma=gamma,
         confidence=confidence,
         multipliers=None if multipliers is None else [float(multipliers[row]) for row in index],
-        items=round(total[-1, 1]),
-        loss_radii=np.broadcast_to(radius(_means, blocks, confidence), losses.shape),
+        items=round(rows[:, -1].sum()) if items is None else items,
+        loss_radii=np.where(np.isinf(spread[1]), np.nan, (spread[1] - spread[0]) / 2),
+        reasons=[judged.reason(place, verdict) for place, verdict in enumerate(verdicts)],
+        examples=len(rows),
         **facts,
     )
 
 
-def _means(sums: np.ndarray) -> np.ndarray:
-    return sums[:, 0] / sums[:, 1]
+def _on_cpu(problem: DescentProblem, chance: float | None) -> DescentProblem:
+    """The problem on the CPU, with the loss at chance that is the least of those known."""
+    arguments = problem.state_dict()
+    known = [value for value in (arguments["chance_loss"], chance) if value]
+    return DescentProblem(**arguments | {"chance_loss": min(known, default=None)})
+
+
+@dataclass
+class _Judged:
+    """What the reason of a row is told from; intervals as in `certify`: of the rows, of their layers, of f_L."""
+
+    problem: DescentProblem
+    losses: np.ndarray  # [L]
+    values: np.ndarray  # [2 * rows + 1], as `lower` and `upper`
+    lower: np.ndarray
+    upper: np.ndarray
+    examples: int
+    least_examples: int
+    chance: float | None
+
+    def asks_nothing(self, place: int) -> bool:
+        """Whether the row follows f_L, and there is no way down to it."""
+        row = self.problem.rows[place]
+        return row.power > 0 and not 0 < self.losses[-1] < self.problem.initial_loss_bound
+
+    def reason(self, place: int, verdict: str) -> str:
+        """Why a row is not met; empty where it is."""
+        if verdict == MET:
+            return ""
+        if verdict == NOT_MET:
+            return self._why_not_met(place)
+        return self._why_no_verdict() or self._why_not_shown(place)
+
+    def _why_not_met(self, place: int) -> str:
+        if self.lower[place] > 0:
+            return f"missed by {self.values[place]:.2g}"
+        return f"layer {self.problem.rows[place].layer} is at chance ({self._chance})"
+
+    def _why_no_verdict(self) -> str | None:
+        """What keeps every row from being met."""
+        if self.problem.num_layers < 2:
+            return "the model has one layer"
+        if not (self.losses > 0).all():
+            return "a loss is not a number above 0"
+        if self.examples < self.least_examples:
+            return f"{self.examples} examples; {self.least_examples} are the least"
+        if self.chance == 0:
+            return "there is nothing to predict"
+        if self.chance is None:
+            return "the loss at chance is not known"
+        return None
+
+    def _why_not_shown(self, place: int) -> str:
+        row, layer_place = self.problem.rows[place], len(self.problem.rows) + place
+        if self.asks_nothing(place):
+            return f"f_L is not below f_0 ({self.problem.initial_loss_bound:.4g})"
+        if self.values[-1] >= 0:
+            return f"the last layer is at chance ({self._chance})"
+        if np.isinf(self.upper[[place, layer_place, -1]]).any():
+            return f"skewed losses; {LEAST_SKEWED_ROWS} examples are the least"
+        if self.upper[-1] >= 0:
+            return f"the last layer may be at chance ({self._chance})"
+        if self.upper[layer_place] >= 0:
+            return f"layer {row.layer} may be at chance ({self._chance})"
+        if self.values[place] > 0:
+            return "missed, by less than the interval"
+        return "interval too wide" + self._examples_needed(place)
+
+    def _examples_needed(self, place: int) -> str:
+        """How many would do if all went on as it is: intervals shrink with the root of their number."""
+        radius = self.upper[place] - self.values[place]
+        if not self.values[place] < -0.05 * radius:  # at the edge of it, no number would
+            return ""
+        needed = self.examples * (radius / self.values[place]) ** 2
+        return f"; some {float(f'{needed:.2g}'):,.0f} examples would do"
+
+    @property
+    def _chance(self) -> str:
+        return f"{AT_CHANCE * self.problem.chance:.4g}"

@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 from ..configs import levels_of
 from ..constraints.problem import DescentProblem, largest_rise
 from ..losses.constant import chance_of
-from ..losses.layerwise import layers_and_predictor
+from ..losses.layerwise import find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
-from .certificates import Certificate, certify
-from .scoring import Evaluation, Result, format_table, mean_loss, metric_value, name_of, noise_key
+from .certificates import LEAST_BLOCKS, Certificate, certify
+from .intervals import LEAST_ROWS, confidence_limits, values_of_rows
+from .row_sums import RowSums, rounded
+from .scoring import Evaluation, Result, format_table, metric_value, name_of, noise_key
 from .sums import BlockSums, radius
 
 
@@ -33,11 +35,14 @@ class LayerProfile(Result):
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
         blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
-            blocks of the data, the source of every confidence interval.
+            blocks of the data, the source of the intervals of the metric.
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
         facts (`dict`, *optional*): those of the training that a verdict on `problem` tells, see [`certify`].
+        row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
+            the source of the intervals of the loss and of the verdict; profiles of version 0.2 have blocks alone.
+        whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
     """
 
     metric: str
@@ -50,6 +55,8 @@ class LayerProfile(Result):
     data: str | None = None
     chance: float | None = None
     facts: dict[str, Any] | None = None
+    row_sums: np.ndarray | None = None
+    whole_batches: int = 0
 
     @property
     def ending(self) -> str:
@@ -64,12 +71,24 @@ class LayerProfile(Result):
                 "Measured without `problem`, or with a loss at chance that is not known, nothing can be judged: give "
                 "`problem`."
             )
-        problem, blocks, facts = (
+        facts = (self.facts or {}) | {"whole_batches": self.whole_batches} | facts
+        rows, least_rows = self._rows()
+        return certify(
             DescentProblem(**self.problem),
-            self.blocks[..., 2:],
-            (self.facts or {}) | facts,
+            rows,
+            confidence,
+            self.gamma,
+            chance=self.chance,
+            least_rows=least_rows,
+            items=round(self.blocks[:, -1, 3].sum()),
+            **facts,
         )
-        return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
+
+    def _rows(self) -> tuple[np.ndarray, int]:
+        """What intervals of the loss are made of `[n, L + 1]`, and the least number of it."""
+        if self.row_sums is not None:
+            return self.row_sums, LEAST_ROWS
+        return np.concatenate([self.blocks[..., 2], self.blocks[:, -1:, 3]], axis=1), LEAST_BLOCKS
 
     @property
     def feasible(self) -> bool | None:
@@ -90,11 +109,16 @@ class LayerProfile(Result):
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
-        the noise; not a number without two blocks."""
-        statistic = {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[
-            name
-        ]
-        return np.broadcast_to(radius(statistic, self.blocks, confidence), self.losses.shape)
+        the noise; not a number where there is too little data."""
+        if name == "values":
+            statistic = partial(metric_value, self.metric, self.scale)
+            return np.broadcast_to(radius(statistic, self.blocks, confidence), self.losses.shape)
+        if self.blocks is None:
+            return np.full(self.losses.shape, np.nan)
+        rows, least_rows = self._rows()
+        _, of_rows = values_of_rows(lambda losses: losses, rows)
+        lower, upper = confidence_limits(of_rows, confidence, least_rows)
+        return np.where(np.isinf(upper - lower), np.nan, (upper - lower) / 2)
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
@@ -162,37 +186,52 @@ def layer_profiles(
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     evaluation = Evaluation(model, dataset, **settings)
     sums, layers, labels = BlockSums(evaluation.accelerator), None, None
+    rows = [RowSums() for _ in gammas]
     with evaluating(model):
         for index, inputs in evaluation.batches("Layer profile"):
             if layers is None:
-                given = {"readout": evaluation.readout, "needs_logits": evaluation.needs_logits}
-                layers, constant = layers_and_predictor(model, inputs, evaluation.task, **given)
+                layers = find_layer_losses(
+                    model,
+                    inputs,
+                    evaluation.task,
+                    readout=evaluation.readout,
+                    needs_logits=evaluation.needs_logits,
+                )
                 if problem is not None and problem.num_layers != (depth := layers.num_layers):
                     fault = (
                         f"`problem` is of {problem.num_layers} layers, but the model has {depth}"
                     )
                     raise ValueError(f"{fault}: give the model's.")
-            labels = constant and constant.of_batch(evaluation.task, inputs).plus(labels)
+            if layers.predictor is not None:
+                labels = layers.predictor.of_batch(evaluation.task, inputs).plus(labels)
             scores = []
-            for gamma in gammas:
+            for level, gamma in enumerate(gammas):
                 with noise.at(gamma, *noise_key(0, gamma, index)) if gamma else nullcontext():
                     measured = layers.measure(model, inputs, evaluation.score, keep_logits=False)
                 scores.append(torch.stack(measured.scores))  # [layers, 4]
+                rows[level] = rows[level].plus(measured.rows, measured.is_split)
             sums.add(index, torch.stack(scores).numpy(), evaluation.fingerprint(inputs))
     blocks, fingerprint = sums.total(), sums.fingerprint()  # [blocks, levels, layers, 4]
     metric, scale = name_of(evaluation.metric), float(evaluation.scale)
     arguments = None if problem is None else problem.state_dict()
+    shared = evaluation.accelerator is not None
     profiles = []
     for level, gamma in enumerate(gammas):
-        total = blocks[:, level].sum(axis=0)  # [layers, 4]
-        found = mean_loss(total), metric_value(metric, scale, total)
         variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
-        chance = chance_of(
-            labels and replace(labels, noise_variance=variance), evaluation.accelerator is not None
-        )
+        row_sums, whole_batches = rows[level].gathered(shared)
         profiles.append(
             LayerProfile(
-                metric, *found, gamma, arguments, blocks[:, level], scale, fingerprint, chance
+                metric,
+                losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
+                values=metric_value(metric, scale, blocks[:, level].sum(axis=0)),
+                gamma=gamma,
+                problem=arguments,
+                blocks=blocks[:, level],
+                scale=scale,
+                data=fingerprint,
+                chance=chance_of(labels and replace(labels, noise_variance=variance), shared),
+                row_sums=rounded(row_sums),
+                whole_batches=whole_batches,
             )
         )
     return profiles

@@ -20,8 +20,9 @@ from ..constraints.objectives import StepObjective
 from ..readout.head import HeadReadout
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
-from ..readout.replay import Readout, has_router_loss, output_loss
+from ..readout.replay import Readout, has_router_loss, output_loss, probing
 from .constant import ConstantPredictor, find_predictor
+from .rows import RowLosses
 from .task import TaskLoss
 
 
@@ -51,14 +52,27 @@ class MeasuredLosses:
     items: torch.Tensor  # the number of items, a scalar
     outputs: Any  # the model's
     scores: list  # what the caller's `score` returned for each layer
+    # [rows, layers + 1], of each row the sums of its losses and its items; rows without items have zeros.
+    rows: torch.Tensor
+    is_split: (
+        torch.Tensor
+    )  # whether the rows are those of the batch, not the batch as a whole; a scalar
     tokens: TokenStatistics | None = None  # where asked for
 
 
 class ReplayedLosses:
     """The layer losses of any architecture: what follows the layer stack is run once per layer."""
 
-    def __init__(self, readout: Readout, task: TaskLoss, token_statistics: bool = False):
+    def __init__(
+        self,
+        readout: Readout,
+        task: TaskLoss,
+        predictor: ConstantPredictor | None,
+        token_statistics: bool = False,
+    ):
         self.num_layers, self.task, self.readout = readout.num_layers, task, readout
+        self.predictor = predictor
+        self._rows = RowLosses(task, predictor)
         self._token_statistics = token_statistics
 
     def step(
@@ -118,20 +132,23 @@ class ReplayedLosses:
         """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
         where none are made, its [`TokenStatistics`]. With a `key` (integers) layers are read on a sample of tokens,
         as in training, drawn by that key, the same for all layers, so that their differences are less noisy."""
-        count, losses, scores = self.task.count(inputs), [], []
-        items = (
-            count if self.task.loss_fn is not None else None
-        )  # as Trainer gives a custom loss those of the batch
+        count = self.task.count(inputs)
+        # As Trainer gives a custom loss those of the batch.
+        items = count if self.task.loss_fn is not None else None
+        losses, splits, scores = [], [], []
 
         def read(layer, outputs, hidden):
             losses.append(self.task(outputs, inputs, items))
+            splits.append(self._rows.split(outputs, inputs))
             if score is not None:
                 scores.append(score(outputs, inputs))
 
         with self.readout.attach(read):
             outputs = model(**self.task.model_inputs(inputs))
         means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
-        return MeasuredLosses(means, count, outputs, scores, self._tokens(outputs, inputs))
+        rows, is_split = self._rows.joined(splits, means, count)
+        tokens = self._tokens(outputs, inputs)
+        return MeasuredLosses(means, count, outputs, scores, rows, is_split, tokens)
 
     @torch.no_grad()
     def _tokens(self, outputs, inputs) -> TokenStatistics | None:
@@ -155,12 +172,14 @@ class TiledLosses:
         self,
         head: HeadReadout,
         task: TaskLoss,
+        predictor: ConstantPredictor | None,
         token_fraction,
         token_statistics=False,
         seed=0,
         same=False,
     ):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
+        self.predictor = predictor
         self.token_fraction, self._token_statistics = token_fraction, token_statistics
         self._head, self._seed, self._same = head, seed, same
 
@@ -204,14 +223,19 @@ class TiledLosses:
 
     def measure(self, model, inputs, score=None, keep_logits=True, key=None):
         sample = () if key is None else (self.token_fraction, self._generator(key), True)
-        tokens, found, scores = self._head.tokens(inputs, *sample), [], []
+        tokens = self._head.tokens(inputs, *sample)
+        documents = self._head.documents(inputs)
+        found, scores = [], []
 
         def read_layers(read, outputs, hidden_states):
             if score is None:
-                found.append(read(tokens, token_statistics=self._token_statistics))
+                statistics = self._token_statistics
+                found.append(read(tokens, documents=documents, token_statistics=statistics))
             else:
                 for layer in range(1, self.num_layers + 1):
-                    found.append(read(tokens, layer=layer, token_statistics=True))
+                    found.append(
+                        read(tokens, layer=layer, documents=documents, token_statistics=True)
+                    )
                     scores.append(score(found[-1].tokens, inputs))
             return found[-1].sums[-1] / max(len(tokens.rows), 1)
 
@@ -219,7 +243,16 @@ class TiledLosses:
             outputs = model(**inputs)
         sums = torch.cat([losses.sums for losses in found])  # [layers]
         count = torch.full((), len(tokens.rows), device=sums.device)
-        return MeasuredLosses(sums / count.clamp(min=1), count, outputs, scores, found[-1].tokens)
+        rows = torch.cat([*(losses.rows for losses in found), found[-1].row_items], dim=1)
+        return MeasuredLosses(
+            sums / count.clamp(min=1),
+            count,
+            outputs,
+            scores,
+            rows,
+            torch.ones((), dtype=torch.bool, device=sums.device),
+            found[-1].tokens,
+        )
 
     def _generator(self, key) -> torch.Generator:
         """Depends on where training stands, so that a resumed run draws the tokens of the run that it continues."""
@@ -273,6 +306,7 @@ def find_layer_losses(
     inputs = task.short(inputs)
     replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
     task.check_loss_function()
+    predictor = _predictor(model, inputs, task)
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
@@ -295,22 +329,19 @@ def find_layer_losses(
             )
         if trains:
             task.takes_items = task.divides_by_items(inputs)
-        return ReplayedLosses(replay, task, token_statistics)
+        return ReplayedLosses(replay, task, predictor, token_statistics)
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
     logger.info(f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}.")
-    return TiledLosses(tiled, task, token_fraction, token_statistics, seed, same_tokens)
+    return TiledLosses(tiled, task, predictor, token_fraction, token_statistics, seed, same_tokens)
 
 
-def layers_and_predictor(
-    model, inputs, task: TaskLoss, **settings
-) -> tuple[LayerLosses, ConstantPredictor | None]:
-    """As [`find_layer_losses`], and what measures the loss of a constant prediction, where a least one is known."""
-    layers, inputs = find_layer_losses(model, inputs, task, **settings), task.short(inputs)
-    with suppress(ValueError):
-        return layers, find_predictor(task, inputs, model(**task.model_inputs(inputs)))
-    return layers, None
+def _predictor(model, inputs, task: TaskLoss) -> ConstantPredictor | None:
+    """What measures the loss of a constant prediction; `None` where no least one is known."""
+    with suppress(ValueError), probing(model):
+        return find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+    return None
 
 
 def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
-from .labels import are_token_labels, with_decoder_inputs
+from .labels import are_token_labels, documents_of, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
@@ -79,6 +79,12 @@ class HeadReadout:
         return labelled_tokens(
             labels, 1 if same else self.num_layers - 1, shift, fraction, generator
         )
+
+    def documents(self, inputs) -> tuple[torch.Tensor, int]:
+        """The document of each token `[batch * seq]`, and their number, see [`documents_of`]."""
+        name = "labels" if inputs.get("shift_labels") is None else "shift_labels"
+        documents, count = documents_of(inputs, inputs[name])
+        return documents.flatten(), count
 
     @contextmanager
     def attach(self, on_forward: Callable[..., torch.Tensor | None], keep_logits: bool = False):

@@ -79,3 +79,16 @@ def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[
     if make is None or given or inputs.get("labels") is None or not model.config.is_encoder_decoder:
         return inputs
     return {**inputs, "decoder_input_ids": make(inputs["labels"])}
+
+
+def documents_of(inputs: Mapping[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The number of the document that each token is of, like `labels` `[batch, seq]`, and the number of documents: a
+    row is one, unless its `position_ids` begin anew. `labels` may leave out the first token, which they shift to."""
+    rows, length = labels.shape
+    positions = inputs.get("position_ids")
+    if positions is None or positions.dim() != 2 or len(positions) != rows:
+        return torch.arange(rows, device=labels.device)[:, None].expand(rows, length), rows
+    begins = positions.eq(0)
+    begins[:, 0] = True
+    documents = begins.flatten().cumsum(0).view_as(begins) - 1
+    return documents[:, :length], int(documents[-1, -1]) + 1

@@ -79,6 +79,9 @@ class LayerLossSums(NamedTuple):
         torch.Tensor
     )  # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens
     tokens: TokenStatistics | None = None  # of the last layer, where asked for
+    # Where documents are given: their part of the sums `[documents, layers]`, and their tokens `[documents, 1]`.
+    rows: torch.Tensor | None = None
+    row_items: torch.Tensor | None = None
 
 
 def tiled_layer_losses(
@@ -92,6 +95,7 @@ def tiled_layer_losses(
     num_items: torch.Tensor | int | None = None,
     value_only: Sequence[int] = (),
     token_statistics: bool = False,
+    documents: tuple[torch.Tensor, int] | None = None,
     workspace: Workspace | None = None,
 ) -> LayerLossSums:
     """Cross-entropy of every layer's hidden state read by `head(norm(h_l))`, with the gradient of their weighted sum.
@@ -111,6 +115,8 @@ def tiled_layer_losses(
         value_only (sequence of `int`): layers (1-based) below the last whose weight is zero by construction: they cost
             one product instead of three, on a quarter of a sample. To look at the weights would wait for the device.
         token_statistics (`bool`): whether to return the [`TokenStatistics`] of the last layer.
+        documents (*optional*): the document of each position `[batch * seq]`, and their number, to have the sums of
+            each document, too.
         workspace ([`Workspace`], *optional*): keeps the tile's memory from one call to the next.
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
@@ -167,8 +173,38 @@ def tiled_layer_losses(
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
-    tokens = TokenStatistics(reads[-1].losses, *statistics) if token_statistics else None
-    return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), (sums, tokens)))
+    statistics = TokenStatistics(reads[-1].losses, *statistics) if token_statistics else None
+    of_rows = (None, None)
+    if documents is not None:
+        numbers, count = documents
+        of_rows = _document_sums(reads, parts, expansions, numbers[tokens.rows].to(there), count)
+    found = map_tensors(lambda tensor: tensor.to(here), (sums, statistics, *of_rows))
+    return LayerLossSums(objective, *found)
+
+
+@torch.no_grad()
+def _document_sums(
+    reads: list[LayerRead],
+    parts: list,
+    expansions: list[float],
+    documents: torch.Tensor,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts of `count` documents in the sums `[count, layers]`, and their tokens `[count, 1]`; `documents`
+    `[tokens]` are numbers of theirs."""
+    last = reads[-1].losses  # [tokens]
+
+    def added_up(values, numbers):
+        return values.new_zeros(count).index_add(0, numbers, values)
+
+    of_last = added_up(last, documents)
+    columns = []
+    for read, part, factor in zip(reads, parts, expansions):
+        # As of the sums: what is read on a sample is told from the last layer, which is read on all tokens.
+        off = factor * (read.losses - last[part]) if len(read.losses) else read.losses
+        columns.append(of_last + added_up(off, documents[part]))
+    items = added_up(torch.ones_like(last), documents)
+    return torch.stack(columns, dim=1), items[:, None]
 
 
 class _RowGradient:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +15,19 @@ from transformers.utils import logging
 from ..constraints.objectives import UNCONSTRAINED, WITH_MULTIPLIERS
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
-from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
+from ..evaluation.certificates import Certificate, certify
+from ..evaluation.intervals import LEAST_ROWS
 from ..losses.constant import ConstantPredictor, chance_of
-from ..losses.layerwise import LayerLosses, layers_and_predictor
+from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..readout.replay import probing
 from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported, is_of_layers
 from .judging import chance_in_training, judging_state
 from .preparation import find_task, shared_batch
-from .records import LayerTotals
+from .records import LayerTotals, reduced
 
 
 logger = logging.get_logger(__name__)
-
-UNKNOWN_SCORE = (
-    -1e9
-)  # below that of any model that has learned something, also when steps are added to it
 
 
 def rows_counted_once(trainer: Trainer, inputs) -> int | None:
@@ -80,13 +77,19 @@ class LayersBeside:
         self._loss_method = loss_method
         self._is_trained = is_trained
         self._totals = LayerTotals()
-        self._found: tuple[LayerLosses | None, ConstantPredictor | None] | None = getattr(
-            before, "_found", None
-        )
+        self._layers: LayerLosses | None = None
+        self._has_looked = False  # for the layers, which may be none
         # Of the training labels. Not in training, which a collator that draws by itself would make another.
-        self._chance: float | None = getattr(before, "_chance", None)
+        self._chance: float | None = None
+        if isinstance(before, LayersBeside):
+            self._layers, self._has_looked, self._chance = before.found
 
-    def _find(self, model, inputs):
+    @property
+    def found(self) -> tuple[LayerLosses | None, bool, float | None]:
+        """The layers, `None` where there are none to read, whether they were looked for, and the loss at chance."""
+        return self._layers, self._has_looked, self._chance
+
+    def _find(self, model, inputs) -> LayerLosses | None:
         trainer = self._trainer
         own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
         try:
@@ -99,13 +102,13 @@ class LayersBeside:
                 "token_fraction": trainer.args.readout_token_fraction,
                 "seed": trainer.args.seed,
             }
-            layers, constant = layers_and_predictor(model, inputs, task, **sample)
+            layers = find_layer_losses(model, inputs, task, **sample)
             if layers.readout.stack.adds_images:
                 raise ValueError("batches with images could not be read.")
-            return layers, constant
+            return layers
         except Exception as error:  # of models and data of which plain training need not know
             self._report_unread(error)
-            return None, None
+            return None
 
     def _report_unread(self, error: Exception) -> None:
         """ValueError where this run needs what cannot be read; else a log, louder where targets are not judged."""
@@ -131,16 +134,19 @@ class LayersBeside:
             (trainer.args.process_index, self._totals.batches),
         )
         with probing(unwrapped(model)), trainer.compute_loss_context_manager():
-            layers, constant = self._found or (None, None)
-            if self._found is None or not (layers is None or layers.readout.fits(unwrapped(model))):
-                layers, constant = self._found = self._find(unwrapped(model), inputs)
+            bare = unwrapped(model)
+            is_another = self._layers is not None and not self._layers.readout.fits(bare)
+            if is_another or not self._has_looked:
+                self._layers = self._find(bare, inputs)
+                self._has_looked = True
+            layers = self._layers
             if layers is None:
                 return
             inputs = inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1)))
             measured = layers.measure(model, inputs, keep_logits=False, key=place)
         if own_rows != 0:
-            labels = constant and constant.of_batch(layers.task, inputs)
-            self._totals = self._totals.plus(measured, place[0], trainer.args.world_size, labels)
+            labels = layers.predictor and layers.predictor.of_batch(layers.task, inputs)
+            self._totals = self._totals.plus(measured, labels)
 
     @property
     def totals(self) -> LayerTotals:
@@ -149,70 +155,92 @@ class LayersBeside:
 
     def judging_state(self) -> DescentState | None:
         """The problem that the layers are judged by; `None` where they were not read. All processes call it."""
-        layers, constant = self._found or (None, None)
+        layers = self._layers
         if layers is None:
             return None
         if self._is_trained and not self._trainer.is_in_train and self._chance is None:
-            self._chance = chance_in_training(self._trainer, layers.task, constant)
+            self._chance = chance_in_training(self._trainer, layers.task, layers.predictor)
         chance = chance_of(self._totals.labels)
         if self._chance is not None:
             chance = self._chance
         return judging_state(self._trainer, layers.num_layers, chance, self._is_trained)
 
 
+class EvaluatedRows(NamedTuple):
+    """What an evaluation has read in all processes."""
+
+    # float64 [rows, layers + 1], of each row with items the sums of its losses, and its items.
+    sums: np.ndarray
+    items: int
+    whole_batches: int = 0  # of the rows, those that are whole batches
+
+
+def gathered(trainer: Trainer, totals: LayerTotals) -> EvaluatedRows:
+    """What all processes, each of which calls, have read in their `totals`."""
+    sums, whole_batches = totals.rows.gathered(trainer.args.world_size > 1)
+    items = reduced(trainer, torch.as_tensor(totals.items))
+    return EvaluatedRows(sums, int(items), whole_batches)
+
+
 def layer_metrics(
     dual: DescentState,
-    totals: torch.Tensor,
+    rows: EvaluatedRows,
     labels: ConstantPredictor | None,
     prefix: str,
-    step: int,
     also_selected: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:
-    """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
-
-    `feasible_score` is one number to choose a checkpoint by; greater is better. Where every row is met it is positive,
-    and the greater, the smaller f_L is. Else it is minus the `shortfall` of the [`Certificate`], a little less for a
-    greater f_L. Models whose layers are not shown to be better than chance come last: the latest first, then by f_L.
-
-    `totals` `[B, L + 1]` are of each block of the data the sums of the layer losses, and the items; `labels` are
-    statistics of the labels of this process's batches; `step` counts the optimizer steps so far.
-    """
-    blocks = totals.cpu().double().numpy()
-    blocks = blocks[blocks[:, -1] > 0]
-    if not len(blocks):
+    """The metrics of an evaluation that read the layers, and its certificate, where the problem is known; `labels` are
+    statistics of the labels of this process's batches."""
+    sums = rows.sums
+    if not len(sums):
         return {}, None
-    blocks = np.stack(
-        [blocks[:, :-1], np.broadcast_to(blocks[:, -1:], blocks[:, :-1].shape)], axis=-1
-    )  # [B, L, 2]
-    losses = torch.from_numpy(blocks[..., 0].sum(0) / blocks[..., 1].sum(0))  # [layers]
-    # Trainer averages batches; f_L is an average over items.
+    losses = torch.from_numpy(sums[:, :-1].sum(axis=0) / sums[:, -1].sum())  # [layers]
     metrics = {f"layer_loss_{layer}": loss for layer, loss in enumerate(losses.tolist(), start=1)}
-    last = losses[-1].item()
-    height = 1 / (1 + last) if last >= 0 else 1 - last  # the greater, the smaller f_L is
-    unknown = UNKNOWN_SCORE + step + (height / (1 + height) if math.isfinite(height) else 0.0)
-    metrics |= {"loss": last, "feasible": 0.0, "feasible_score": unknown}
-    certificate, metrics["largest_rise"] = None, largest_rise(losses)
+    # Trainer averages batches; f_L is an average over items.
+    metrics["loss"] = losses[-1].item()
+    metrics["feasible"] = 0.0
+    metrics["largest_rise"] = largest_rise(losses)
+    certificate = None
     if dual.problem is not None:
-        if len(blocks) < MIN_BLOCKS and dual.args.objective not in UNCONSTRAINED:
-            logger.warning_once(
-                f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
-                f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
-            )
-        facts = facts_of(dual, dual.problem.state_dict(), also_selected)
         certificate = certify(
-            dual.problem, blocks, chance=chance_of(labels), data_name=prefix, **facts
+            dual.problem,
+            sums,
+            chance=chance_of(labels),
+            items=rows.items,
+            data_name=prefix,
+            whole_batches=rows.whole_batches,
+            **facts_of(dual, dual.problem.state_dict(), also_selected),
         )
-        metrics["max_violation"], metrics["feasible"] = (
-            certificate.max_violation,
-            float(certificate.feasible),
-        )
+        metrics["max_violation"] = certificate.max_violation
+        metrics["feasible"] = float(certificate.feasible)
         metrics["descent_share"] = certificate.descent_share
-        miss = certificate.shortfall + 1e-3 / (1 + height)
-        if certificate.has_learned and math.isfinite(miss):
-            metrics["feasible_score"] = height if certificate.feasible else -miss
-    return {
-        f"{prefix}_{name}": value for name, value in metrics.items() if value is not None
-    }, certificate
+        if len(sums) < LEAST_ROWS and dual.args.objective not in UNCONSTRAINED:
+            logger.warning_once(
+                f"{len(sums)} examples are too few for a verdict on the constraints: give {LEAST_ROWS} or more."
+            )
+    metrics["feasible_score"] = feasible_score(metrics["loss"], certificate)
+    named = {f"{prefix}_{name}": value for name, value in metrics.items() if value is not None}
+    return named, certificate
+
+
+def feasible_score(last_loss: float, certificate: Certificate | None) -> float:
+    """One number to choose a checkpoint by; greater is better.
+
+    Where every row is met it is above 0, and the greater, the smaller f_L is. Where the layers have learned it is
+    above -1: the less the worst layer may miss (the `shortfall` of the [`Certificate`]), the greater; f_L counts for
+    little. Models that have learned nothing are between -2 and -1, by f_L alone.
+    """
+    if not math.isfinite(last_loss):
+        return -2.0
+    # The greater, the smaller f_L is.
+    height = 1 / (1 + last_loss) if last_loss >= 0 else 1 - last_loss
+    share = height / (1 + height)  # the same, in (0, 1)
+    if certificate is None or not certificate.has_learned:
+        return share - 2
+    if certificate.feasible:
+        return height
+    miss = certificate.shortfall + 1e-3 * (1 - share)
+    return -miss / (1 + miss) if math.isfinite(miss) else -1.0
 
 
 def facts_of(

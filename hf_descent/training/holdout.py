@@ -17,7 +17,7 @@ from ..configs import DescentArguments
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import inner_model
 from .initial_loss import drawing_apart
-from .records import LayerTotals, RunRecord, evaluation_sets, reduced
+from .records import RunRecord, evaluation_sets, reduced
 
 
 logger = get_logger(__name__)
@@ -188,7 +188,9 @@ class HeldOutRows:
                 for part in own
             ]
             batches = list(map(self._collate, rows))
-        totals = LayerTotals()
+        # In float32, all that some devices have, sums lose digits.
+        dtype = torch.float64 if args.device.type in ("cpu", "cuda") else torch.float32
+        totals = torch.zeros(layers.num_layers + 1, dtype=dtype, device=args.device)
         model.eval()
         # The noise is entered once: its draws go on from one batch to the next.
         with (
@@ -198,12 +200,14 @@ class HeldOutRows:
         ):
             for part, batch in zip(own, batches, strict=True):
                 inputs = trainer._prepare_inputs(batch)
-                totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
+                measured = layers.measure(model, inputs, keep_logits=False, key=(part,))
+                sums = measured.means * measured.items  # [layers]
+                totals = totals + torch.cat([sums, measured.items.to(sums)[None]])
         model.train()
         for unit in model.modules():
             if isinstance(
                 unit, FSDPModule
             ):  # one that is left whole would keep the step's gradient at `zero_grad`
                 unit.reshard()
-        sums = reduced(trainer, totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
+        sums = reduced(trainer, totals)  # [layers + 1]
         return (sums[:-1] / sums[-1]).float()

@@ -15,7 +15,7 @@ from ..configs import DescentArguments
 from ..constraints.multipliers import Multipliers
 from ..constraints.problem import DescentProblem
 from ..constraints.state import DescentState
-from ..losses.layerwise import LayerLosses, StepLosses, layers_and_predictor
+from ..losses.layerwise import LayerLosses, StepLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
@@ -101,7 +101,8 @@ class DescentObjective:
                 "same_tokens": args.compares_neighbours,
             }
             settings |= {"readout": readout, "trains": True, "seed": seed}
-            self.layers, predictor = layers_and_predictor(model, inputs, task, **settings)
+            self.layers = find_layer_losses(model, inputs, task, **settings)
+            predictor = self.layers.predictor
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
                 chances = [
                     predictor and chance_of_batches(task, predictor, chain([inputs], batches))

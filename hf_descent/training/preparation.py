@@ -154,13 +154,12 @@ def make_dual(
         chance is None and saved and args.initial_loss_bound == "auto"
     ):  # of version 0.1, which measured f_0 in warm-up
         chance = known.get("initial_loss_bound")
-    constant, loader = (
-        None,
-        trainer.callback_handler.eval_dataloader,
-    )  # of a step of evaluation by itself `None`
+    loader = trainer.callback_handler.eval_dataloader  # of a step of evaluation by itself `None`
+    constant = layers.predictor
     try:
-        constant = find_predictor(task, inputs, outputs)
-        if chance is None:
+        if constant is None:  # says why
+            find_predictor(task, inputs, outputs)
+        elif chance is None:
             data = (
                 trainer.train_dataset
                 if trainer.is_in_train or loader is None

@@ -11,8 +11,8 @@ import torch
 from transformers import Trainer
 
 from ..evaluation import Certificate
+from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import Result
-from ..evaluation.sums import BLOCKS
 from ..losses.constant import ConstantPredictor
 from ..losses.layerwise import MeasuredLosses, StepLosses
 from ..losses.task import TaskLoss
@@ -74,35 +74,24 @@ def counted_step(
     return StepSums(items, is_whole=is_whole)
 
 
-@dataclass
+@dataclass(frozen=True)
 class LayerTotals:
-    """Sums of the layer losses over the items of an evaluation, and their number, in this process; each block of the
-    data has its own, `[blocks, L + 1]`: batch i goes to block i modulo their number."""
+    """What an evaluation has read so far, in this process."""
 
-    sums: torch.Tensor | None = None
+    rows: RowSums = field(default_factory=RowSums)
+    items: torch.Tensor | int = 0
     batches: int = 0
     labels: ConstantPredictor | None = None  # of which the loss at chance is known
 
-    def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
-        """The sums and the number, or zeros: in float32, all that some devices have, sums of equal losses drift."""
-        dtype = torch.float64 if torch.device(device).type in ("cpu", "cuda") else torch.float32
-        return (
-            torch.zeros(BLOCKS, num_layers + 1, dtype=dtype, device=device)
-            if self.sums is None
-            else self.sums
-        )
-
     def plus(
-        self, measured: MeasuredLosses, process_index=0, num_processes=1, labels=None
+        self, measured: MeasuredLosses, labels: ConstantPredictor | None = None
     ) -> "LayerTotals":
         """These, with a batch more."""
-        sums = torch.cat(
-            [measured.means * measured.items, measured.items.to(measured.means)[None]]
-        )  # [layers + 1]
-        blocks = self.over(len(measured.means), sums.device).clone()
-        blocks[(self.batches * num_processes + process_index) % BLOCKS] += sums
         return LayerTotals(
-            blocks, self.batches + 1, labels if labels is None else labels.plus(self.labels)
+            self.rows.plus(measured.rows, measured.is_split),
+            self.items + measured.items,
+            self.batches + 1,
+            labels if labels is None else labels.plus(self.labels),
         )
 
 

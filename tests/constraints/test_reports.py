@@ -3,6 +3,7 @@ import math
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from hf_descent.constraints.state import DescentState
 from hf_descent.evaluation import Certificate
 from hf_descent.losses.constant import ConstantPredictor
 from hf_descent.models import UTConfig, UTForVideoDenoising
-from hf_descent.training.evaluation import layer_metrics
+from hf_descent.training.evaluation import EvaluatedRows, feasible_score, layer_metrics
 
 
 DATA = classification_data()
@@ -47,12 +48,12 @@ def test_evaluation_reports_the_losses_of_truncated_models(tmp_path):
     assert all(isinstance(value, int | float) for value in metrics.values())
 
 
-def measured(state, losses, spread=0.0, blocks=16, step=0):
-    """The metrics of an evaluation whose blocks of 10 items have these layer losses, give or take."""
-    noise = torch.randn(blocks, 1, generator=torch.Generator().manual_seed(0)) * spread
-    sums = torch.cat([10 * (torch.tensor(losses) + noise), torch.full((blocks, 1), 10.0)], dim=1)
+def measured(state, losses, spread=0.0, rows=40):
+    """The metrics of an evaluation whose rows of 10 items have these layer losses, give or take."""
+    noise = np.random.default_rng(0).normal(size=(rows, 1)) * spread
+    sums = np.concatenate([10 * (np.array(losses) + noise), np.full((rows, 1), 10.0)], axis=1)
     labels = ConstantPredictor(3, moments=torch.tensor([[4.0, 4.0, 4.0]]))  # chance: log 3
-    return layer_metrics(state, sums, labels, "eval", step)[0]
+    return layer_metrics(state, EvaluatedRows(sums, 10 * rows), labels, "eval")[0]
 
 
 def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp_path):
@@ -62,24 +63,29 @@ def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp
         return measured(state, losses, **given)["eval_feasible_score"]
 
     met = [score(0.7, 0.49, 0.3), score(0.7, 0.49, 0.34), score(0.6, 0.4, 0.01)]
-    unmet = [score(0.9, 0.5, 0.01), score(0.99, 0.5, 0.01)]
+    unmet = [score(0.9, 0.5, 0.01), score(0.97, 0.5, 0.01)]
     unknown = [
-        score(1.0, 1.0, 1.0, step=9),
-        score(0.99, 0.9, 0.9, spread=0.1),
+        score(1.0, 1.0, 0.01),
+        score(1.0, 1.0, 0.1),
+        score(0.97, 0.9, 0.9, spread=0.1),
+        score(1.0, 1.0, 1.0),
+        score(1.0, 1.0, 100.0),
         score(0.7, 0.49, float("nan")),
     ]
-    assert met[2] > met[0] > met[1] > 0 > unmet[0] > unmet[1] > -1 > -1e8 > max(unknown)
+    assert met[2] > met[0] > met[1] > 0 > unmet[0] > unmet[1] > -1
+    assert unknown[0] < -1 and sorted(unknown, reverse=True) == unknown and unknown[-1] == -2
     # Layer 1 is asked for 0.7, and may miss it by a tenth of 0.3.
-    assert (
-        unmet[0] == pytest.approx(-(0.9 - 0.7 - 0.03) / 0.3, abs=1e-3)
-        and score(0.9, 0.5, 0.02) < unmet[0]
-    )
-    assert (
-        score(0.7, 0.49, 0.3, blocks=7) < -1e8 and unknown[0] > unknown[1]
-    )  # too little data; the later one first
-    assert (
-        unknown[1] < score(1.0, 1.0, 0.1) < score(1.0, 1.0, 0.01) < unknown[0]
-    )  # trials of a search, as long
+    miss = (0.9 - 0.7 - 0.03) / 0.3
+    assert unmet[0] == pytest.approx(-miss / (1 + miss), abs=1e-3)
+    assert score(0.9, 0.5, 0.02) < unmet[0]
+    assert -2 < score(0.7, 0.49, 0.3, rows=29) < -1  # too little data
+
+
+def test_a_score_is_better_for_a_lower_last_loss_whatever_its_sign(tmp_path):
+    losses = [-5.0, -1.0, 0.0, 0.5, 3.0, 1e9]
+    scores = [feasible_score(loss, None) for loss in losses]
+    assert sorted(scores, reverse=True) == scores and len(set(scores[:-1])) == 5
+    assert all(-2 <= score < -1 for score in scores)
 
 
 def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(
@@ -87,7 +93,7 @@ def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_co
 ):
     state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, 1.0)
     found = measured(state, [0.5, 0.4, float("nan")])
-    assert found["eval_feasible"] == 0 and found["eval_feasible_score"] < -1e8
+    assert found["eval_feasible"] == 0 and found["eval_feasible_score"] == -2
 
 
 def test_the_best_feasible_checkpoint_is_kept(tmp_path):
@@ -356,7 +362,7 @@ def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, cap
     heights = [math.log(trainer.problem.chance_loss / loss) for loss in losses]
     expected = min(3 / layer * heights[layer - 1] / heights[2] for layer in (1, 2))
     assert metrics["eval_descent_share"] == pytest.approx(expected, rel=1e-4) and expected > 0.5
-    assert "too little for a verdict" in caplog.text
+    assert "too few for a verdict" in caplog.text
     assert (
         f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} rows are met; f_L"
         in caplog.text

@@ -1,0 +1,113 @@
+"""Confidence limits of means over rows, made for losses: most rows are small and a few are large.
+
+A t interval takes the mean as symmetric around its expectation. Losses are not: a sample of confident predictions
+often misses the few rows with a large loss, and then both its mean and its deviation are too small. So a limit here
+
+- counts one row more, which was not seen and lies further out on that side than the worst row that was;
+- corrects the t quantile for the skewness of the rows (Hall's transformation, the monotone form of Johnson's).
+
+`recipes/benchmarks/verdict_coverage.py` measures how often a verdict by these limits is wrong, and by others.
+
+Sources: Johnson (1978), Journal of the American Statistical Association 73: 536-544; Hall (1992), Journal of the Royal
+Statistical Society B 54: 221-228.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from scipy import stats
+
+from .sums import check_confidence
+
+
+LEAST_ROWS = 30  # with fewer there are no limits
+LEAST_SKEWED_ROWS = 100  # nor with fewer on the side of a long tail
+LARGEST_SKEWNESS = 1.0  # from here on the tail is long
+# The deviation of the unseen row from the mean of 100 rows, in units of that of the worst row, and by which power of
+# the number of rows it falls: by the measurement above.
+UNSEEN, UNSEEN_DECAY = 1.5, 0.2
+
+
+def values_of_rows(
+    statistic: Callable[[np.ndarray], np.ndarray], rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A statistic of mean losses, and the part of each row in it.
+
+    Args:
+        statistic: maps the losses float64 `[L]` to values `[m]`.
+        rows (float64 `[n, L + 1]`): of each row the sums of its losses, and its items.
+
+    Returns the values `[m]` of all rows, and `[n, m]`, whose mean they are: what the statistic, linear near these
+    losses, gives of each row by itself.
+    """
+    losses = rows[:, :-1].sum(axis=0) / rows[:, -1].sum()  # [L]
+    values = statistic(losses)
+    slopes = np.zeros((len(losses), len(values)))
+    for layer, loss in enumerate(losses):
+        step = np.zeros_like(losses)
+        step[layer] = 1e-5 * abs(loss)
+        if step[layer] > 0:
+            difference = statistic(losses + step) - statistic(losses - step)
+            slopes[layer] = difference / (2 * step[layer])
+    off = (rows[:, :-1] - losses * rows[:, -1:]) / rows[:, -1].mean()  # [n, L]
+    return values, values + off @ slopes
+
+
+def confidence_limits(
+    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lower and the upper limit of the expectation of `rows`, independent draws; each `[...]`.
+
+    Args:
+        rows (float64 `[n, ...]`): the draws; columns are judged each for itself.
+        confidence (`float`): of both limits together; each errs in half of the rest.
+        least_rows (`int`): how many draws it takes; means over many rows need fewer than rows.
+
+    Infinite where there are too few rows to tell.
+    """
+    check_confidence(confidence)
+    one_sided = (1 + confidence) / 2
+    return -_upper_limit(-rows, one_sided, least_rows), _upper_limit(rows, one_sided, least_rows)
+
+
+def _upper_limit(rows: np.ndarray, confidence: float, least_rows: int) -> np.ndarray:
+    count = len(rows)
+    if count < least_rows:
+        return np.full(rows.shape[1:], np.inf)
+    mean = rows.mean(axis=0)
+    deviations = rows - mean  # [n, ...]
+    squares = (deviations**2).sum(axis=0)
+    cubes = (deviations**3).sum(axis=0)
+    share = UNSEEN * min(1.0, (LEAST_SKEWED_ROWS / count) ** UNSEEN_DECAY)
+    unseen = share * deviations.max(axis=0)
+
+    # The moments of the deviations with the unseen one.
+    size = count + 1
+    shift = unseen / size
+    variance = (squares + unseen**2) / size - shift**2
+    third = (cubes + unseen**3) / size - 3 * shift * (squares + unseen**2) / size + 2 * shift**3
+    deviation = np.sqrt(variance * size / (size - 1))
+    skewness = _divided(third, deviation**3)
+    upper = (
+        mean + shift - _corrected_quantile(skewness, size, confidence) * deviation / np.sqrt(size)
+    )
+
+    if count < LEAST_SKEWED_ROWS:
+        skewness = _divided(cubes / count, (squares / count) ** 1.5)
+        return np.where(skewness > LARGEST_SKEWNESS, np.inf, upper)
+    return upper
+
+
+def _corrected_quantile(skewness: np.ndarray, size: int, confidence: float) -> np.ndarray:
+    """The lower quantile of the t statistic of rows of this skewness, by the inverse of Hall's transformation."""
+    quantile = stats.t.ppf(1 - confidence, size - 1)
+    scaled = skewness / np.sqrt(size)
+    root = np.cbrt(1 + scaled * (quantile - scaled / 6)) - 1
+    is_symmetric = np.abs(scaled) < 1e-8
+    return np.where(is_symmetric, quantile, _divided(3 * root, scaled))
+
+
+def _divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
+    """The quotient; 0 where the denominator is."""
+    is_zero = denominator == 0
+    return np.where(is_zero, 0.0, numerator / np.where(is_zero, 1.0, denominator))

@@ -1,0 +1,66 @@
+"""What is kept of the rows of an evaluation: the same however they were batched, and at most so much of it."""
+
+import numpy as np
+import torch
+
+from hf_descent.evaluation import row_sums
+from hf_descent.evaluation.row_sums import RowSums, rounded
+
+
+def read(rows, size):
+    found = RowSums()
+    for start in range(0, len(rows), size):
+        found = found.plus(torch.from_numpy(rows[start : start + size]))
+    return found
+
+
+def test_rows_are_kept_whatever_the_batch_size_and_those_without_items_left_out():
+    rows = np.random.default_rng(0).random((40, 3))
+    rows[::4] = 0
+    for size in (1, 7, 40):
+        sums, whole_batches = read(rows, size).gathered(False)
+        np.testing.assert_array_equal(sums, rows[rows[:, -1] > 0])
+        assert whole_batches == 0
+    np.testing.assert_allclose(read(rows, 7).total(), rows.sum(0))
+
+
+def test_more_rows_are_added_up_in_groups_which_keep_means_and_their_error(monkeypatch):
+    """Neighbours are opposites here: groups of consecutive rows would hide the spread."""
+    monkeypatch.setattr(row_sums, "MOST_ROWS", 1000)
+    monkeypatch.setattr(row_sums, "GROUPS", 500)
+    losses = np.where(np.arange(20_000) % 2, 1.4, 0.0)
+    rows = np.column_stack([losses, np.ones_like(losses)])
+    sums, _ = read(rows, 64).gathered(False)
+    assert len(sums) == 500
+    np.testing.assert_allclose(sums.sum(0), rows.sum(0))
+    off = sums[:, 0] - sums[:, 1] * losses.mean()
+    error = off.std(ddof=1) / np.sqrt(500) / sums[:, 1].mean()
+    assert 0.9 < error / (losses.std() / np.sqrt(20_000)) < 1.1
+
+
+def test_rows_of_several_processes_are_joined(monkeypatch):
+    rows = np.random.default_rng(0).random((50, 2)) + 0.1
+    parts = [read(rows[:30], 8), read(rows[30:], 8), RowSums()]
+
+    def gather(mine):
+        return [(part._array(), part.read, part.groups, 1) for part in parts]
+
+    monkeypatch.setattr(row_sums, "gather_object", gather)
+    sums, whole_batches = parts[0].gathered()
+    np.testing.assert_array_equal(sums, rows)
+    assert whole_batches == 3
+    monkeypatch.setattr(row_sums, "MOST_ROWS", 40)
+    sums, _ = parts[0].gathered()
+    np.testing.assert_allclose(sums.sum(0), rows.sum(0))
+    # Rows of two processes that have the same number there are in no group together.
+    assert len(sums) > 40
+
+
+def test_batches_that_could_not_be_split_are_counted():
+    found = RowSums().plus(torch.ones(4, 2)).plus(torch.ones(1, 2), torch.tensor(False))
+    assert found.gathered(False)[1] == 1
+
+
+def test_seven_digits_are_kept():
+    values = np.array([[123456.789, -0.0012345678, 0.0, 3.0]])
+    np.testing.assert_allclose(rounded(values), [[123456.8, -0.001234568, 0.0, 3.0]], rtol=1e-12)

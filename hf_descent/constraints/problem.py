@@ -326,7 +326,8 @@ class DescentProblem:
         if not self.follows or level is None:
             return factors
         ratio = torch.where(self._is_between(level), level.detach() / self.initial_loss_bound, 1.0)
-        return factors * ratio**self._power
+        # A scalar does not widen the power's type: in float32 a verdict would lose digits.
+        return factors * ratio ** self._power.to(dtype)
 
     def _over_rows(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.num_rows).index_copy(0, self._index, values)

@@ -16,12 +16,14 @@ from transformers.utils import ModelOutput
 from ..readout.labels import IGNORE_INDEX, labels_of, names_of_labels
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors
+from .class_weights import ClassWeights, find_class_weights
 from .task import TaskLoss
 
 
 MAX_POSITIONS = (
     2**16
 )  # answers are counted up to there: the first batch does not tell how long others are
+SMALLEST = 1e-12
 FEW_CLASSES = 1000  # of more, many are seen rarely or never
 MOST_FORWARD = 64  # classes whose weights in a model's own loss are compared, which takes a forward for every few
 FEW_LABELS, MANY_LABELS = (
@@ -37,7 +39,7 @@ class ConstantPredictor:
     That loss is for the `kind` "classes", whole labels (negative ones are ignored), their entropy; for "positions",
     the two ends of extractive answers, `[batch, 2]`, the mean of their entropies over the positions up to the last one
     seen, or of even odds of all places in a text, where it is less; for "multi_label", independent classes, the mean
-    binary entropy; for "numbers" the variance.
+    binary entropy; for "numbers" the variance. Classes may have weights.
     """
 
     num_classes: int  # size of the last dimension of the logits
@@ -49,6 +51,7 @@ class ConstantPredictor:
         None  # name of a denoiser's input, which predicts its labels by itself, or of the texts
     )
     enough: int = FEW_LABELS  # how many labels tell the loss
+    weights: ClassWeights | None = None  # of classes, where the loss has such
     rounding: float = 0.0  # by what share the model may round its loss down, in half precision
     # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
     # floating labels number, sum and sum of squares [3, dims], with a signal also the sum of squares of their
@@ -121,6 +124,8 @@ class ConstantPredictor:
     def _loss(self, *moments: np.ndarray, estimates: bool = True) -> float:
         if self.kind == "positions":  # no answer ends beyond the longest text
             moments = [counts[: np.max(counts.nonzero(), initial=0) + 1] for counts in moments]
+        if self.weights is not None:
+            return self._weighted_loss(*moments)
         if self.kind in ("classes", "positions"):
             of_counts = entropy if estimates else _entropy_of_frequencies
             even = [
@@ -143,6 +148,18 @@ class ConstantPredictor:
             # For f_0 a loss of 0 says that the input is no noisy version of the labels.
             least = own if (own > 0 or not estimates) and own < least else least
         return self.scale * least
+
+    def _weighted_loss(self, *moments: np.ndarray) -> float:
+        """The best constant prediction gives each class its share of all weights."""
+        values = self.weights.values
+        if self.kind == "multi_label":
+            number, total, _ = moments  # [classes] each
+            masses = values * np.stack([1 - total / number, total / number])  # [2, classes]
+            return np.mean(masses.sum(0) * entr(masses / masses.sum(0)).sum(0))
+        (counts,) = moments
+        masses = values * counts  # [classes]
+        divisor = masses.sum() if self.weights.divides else counts.sum()
+        return masses.sum() / max(divisor, SMALLEST) * _entropy_of_frequencies(masses, 0.0)
 
 
 def entropy(counts: np.ndarray, label_smoothing: float = 0.0) -> float:
@@ -178,7 +195,7 @@ def entropy(counts: np.ndarray, label_smoothing: float = 0.0) -> float:
 
 
 def _entropy_of_frequencies(counts: np.ndarray, label_smoothing: float) -> float:
-    frequencies = counts / max(counts.sum(), 1)
+    frequencies = counts / max(counts.sum(), SMALLEST)
     return entr((1 - label_smoothing) * frequencies + label_smoothing / len(counts)).sum()
 
 
@@ -236,11 +253,18 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         scale = _loss_scale(task, inputs, given, logits)
         return make(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
     label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
+    weights = None
     if not has_router_loss(outputs):
-        _check_cross_entropy(task, inputs, given, outputs, multi_label, label_smoothing)
+        try:
+            _check_cross_entropy(task, inputs, given, outputs, multi_label, label_smoothing)
+        except ValueError:
+            weights = find_class_weights(task, inputs, given, outputs, multi_label)
+            if weights is None:
+                raise
     kind = "multi_label" if multi_label else "classes"
     needs_many = not multi_label and (labels.dim() > 1 or classes > FEW_CLASSES)
-    return make(classes, kind, label_smoothing, enough=MANY_LABELS if needs_many else FEW_LABELS)
+    enough = MANY_LABELS if needs_many else FEW_LABELS
+    return make(classes, kind, label_smoothing, enough=enough, weights=weights)
 
 
 def _check_cross_entropy(task, inputs, name, outputs, multi_label, label_smoothing) -> None:
@@ -299,7 +323,7 @@ def _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) 
     if (
         abs(loss - expected) > (0.02 if loss.dtype.itemsize < 4 else 1e-4) * expected
     ):  # which half precision rounds
-        raise unmeasurable("a loss other than the cross-entropy (class weights?)")
+        raise unmeasurable("a loss that is no cross-entropy, weighted or not")
 
 
 def _loss_scale(task, inputs, name, logits) -> float:

@@ -70,8 +70,11 @@ class RowLosses:
             return self._squares(outputs, inputs)
         logits, labels = self._task.predictions(outputs, inputs)
         logits = logits.float()
+        weights = None if form.weights is None else form.weights.of(labels)
         if form.kind == "multi_label":
-            losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none")
+            losses = F.binary_cross_entropy_with_logits(
+                logits, labels.float(), weights, reduction="none"
+            )
             return _added_up(losses, torch.ones_like(losses))
         if logits.shape[:-1] != labels.shape:
             return None
@@ -82,6 +85,10 @@ class RowLosses:
             label_smoothing=form.label_smoothing,
         ).view_as(labels)
         counted = labels.ne(IGNORE_INDEX).float()
+        if weights is not None:
+            losses = weights * losses
+            if form.weights.divides:
+                counted = weights
         if form.kind == "positions":  # the mean over both ends of an answer, which is one item
             return _added_up(losses / 2, counted[:, :1])
         if labels.dim() == 2 and inputs.get("position_ids") is not None:

@@ -17,8 +17,10 @@ from ..constraints.problem import DescentProblem
 from ..constraints.state import DescentState
 from ..losses.layerwise import LayerLosses, StepLosses, find_layer_losses
 from ..losses.task import TaskLoss
+from ..models import give_linear_readout
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
+from .checkpoints import note_readout
 from .initial_loss import chance_of_batches
 from .records import StepSums
 
@@ -87,6 +89,10 @@ class DescentObjective:
         self._place = (
             (dist.get_rank(), dist.get_world_size()) if has_others else (0, 1)
         )  # rank, processes
+        if isinstance(readout, str):
+            give_linear_readout(model, readout)
+            readout = None
+        note_readout(model, readout)
         device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn
             batches = iter(batches)

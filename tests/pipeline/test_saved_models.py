@@ -29,7 +29,8 @@ from transformers import (
     set_seed,
 )
 
-from hf_descent import DescentTrainer, cli, layer_logits
+from hf_descent import DescentObjective, DescentTrainer, cli, layer_logits
+from hf_descent.configs import DescentArguments
 from hf_descent.early_exit import truncate
 from hf_descent.hub.push import collect
 
@@ -238,6 +239,27 @@ def test_a_checkpoint_of_a_readout_that_was_not_saved_is_not_resumed(tmp_path):
     trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=TEXTS, readout="mean")
     with pytest.raises(ValueError, match="before that became a part of the model"):
         trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
+def test_a_loop_of_ones_own_trains_the_readout_that_is_saved(tmp_path):
+    model = bert()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    batches = [batch_of(TEXTS) | {"labels": torch.tensor([row["labels"] for row in TEXTS])}]
+    arguments = DescentArguments(initial_loss_bound=2.0)
+    objective = DescentObjective(model, batches, arguments, max_steps=3, readout="mean")
+    for batch in 3 * batches:
+        objective(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.step()
+    hidden = []
+    with torch.no_grad(), objective.layers.readout.attach(lambda *found: hidden.append(found[2])):
+        model.eval()(**batches[0])
+    mask = batches[0]["attention_mask"][..., None]
+    pooled = (hidden[-1] * mask).sum(1) / mask.sum(1)
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(saved, TEXTS), model.classifier(pooled).detach())
 
 
 def second_token(model, hidden, inputs):

@@ -96,13 +96,13 @@ class DescentArguments:
         even geometric descent from f_0 to the loss that the last layer has at the time; "steps" for the step sizes of
         such a descent. "auto" is "line"; so is leaving it out, unless there are targets.
     exit_targets (`dict[int, float]`, *optional*):
-        Maps a layer k < L to how much higher its loss may be than the last layer's: {3: 0.05}, in a shell in quotes,
-        asks that a model cut after layer 3 loses at most 5 %.
+        Maps a layer k < L to how much higher its loss may be than the last layer's, 0 to 1: {3: 0.05}, in a shell in
+        quotes, asks that a model cut after layer 3 loses at most 5 %.
     loss_targets (`dict[int, float]`, *optional*):
         Maps a layer to the loss that it must be below, in units of the task loss.
     initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
         The reference f_0 > 0 that takes the place of the loss before the first layer, in units of the task loss.
-        "auto": the loss of the best constant prediction, measured on the labels of the training data.
+        "auto": the loss of the best constant prediction, estimated from a sample of the training labels.
     descent_strength (`float`, *optional*, defaults to `0.5`):
         The share of the decrease from f_0 to the last layer's loss (in logarithms) that "line" and "steps" ask for.
     constrained_layers (`list[int]`, *optional*):
@@ -280,6 +280,13 @@ class DescentArguments:
             check_alpha(self.descent_alpha)
         for name in ("exit_targets", "loss_targets"):
             setattr(self, name, check_targets(name, getattr(self, name)) or None)
+        for layer, share in (self.exit_targets or {}).items():
+            if share > 1:
+                meant = f"{share:g} % is {{{layer}: {share / 100:g}}}"
+                raise ValueError(
+                    f"`exit_targets` is {self.exit_targets}: of layer {layer} it asks for a loss that is at most "
+                    f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {meant}."
+                )
         if self.initial_loss_bound != "auto":
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)

@@ -503,6 +503,7 @@ class DescentMixin:
         self.args.check_descent_arguments()
         self._add_callbacks()
         checks.check_best_metric(self)
+        checks.report_own_averages(self.args)
         if self._reads_layers:
             seen = checks.check_data(self, self._readout, self._dual_dataset)
         else:
@@ -633,6 +634,9 @@ class DescentTrainer(DescentMixin, Trainer):
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.
+            A mean that weighs classes (`F.cross_entropy(logits, labels, weight=weight)`) divides by the weights of the
+            labels in its micro-batch, so it depends on `gradient_accumulation_steps`. The sum divided by
+            `num_items_in_batch` (`reduction="sum"`) does not.
         dual_dataset (*optional*, keyword only):
             200 or more rows, as `train_dataset` has them after its preparation, that "descent" moves the multipliers
             on in place of the training rows, as `dual_holdout` says. They should be in no other part of the data.

@@ -60,6 +60,15 @@ def test_the_limit_on_the_last_layer_s_rise_can_be_turned_off_everywhere(tmp_pat
         assert config.max_last_layer_rise is None
 
 
+@pytest.mark.parametrize(
+    ("targets", "meant"), [({3: 5}, r"5 % is \{3: 0.05\}"), ("{1: 0.1, 2: 12.5}", r"12.5 % is \{2: 0.125\}")]
+)  # fmt: skip
+def test_shares_are_no_percentages(targets, meant):
+    with pytest.raises(ValueError, match=f"`exit_targets` is .* % higher.*at most 1; {meant}"):
+        DescentArguments(exit_targets=targets)
+    assert DescentArguments(exit_targets={1: 1}).exit_targets == {1: 1.0}
+
+
 def test_lists_are_given_as_words_too(tmp_path):
     parser = HfArgumentParser(DescentConfig)
     for words, levels in (("0 0.5 1", [0, 0.5, 1]), ("0.5", [0.5]), ("[]", []), ("[0.5]", [0.5])):

@@ -1,10 +1,11 @@
 """`hf-descent plan RECIPE`: the memory and operations that a recipe's training will take, and what settings change.
 
 The recipe is one of `sft` or `classify`, whose flags the command takes as well. Only the model's config is read, from
-the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
+a `config.json` beside the recipe, from the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +22,7 @@ import yaml
 from accelerate.utils.modeling import convert_file_size_to_int
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
+from transformers.utils import CONFIG_NAME
 
 from ..data.splits import check_arguments
 from ..losses.layerwise import DEFAULT_TOKEN_FRACTION as DEFAULT
@@ -72,13 +75,26 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
         if recipes
         else argv
     )
-    return module, *parse_recipe(
+    plan_args, model_args, *others = parse_recipe(
         (PlanArguments, *module.argument_types),
         flags,
         prog=prog,
         usage=usage,
         description=description,
     )
+    model_args.model_name_or_path = config_folder(model_args.model_name_or_path, recipes[0])
+    return module, plan_args, model_args, *others
+
+
+def config_folder(name: str | None, recipe: str) -> str | None:
+    """Where the config of the model `name` is read: beside the recipe that names it, where there is one, since the Hub
+    may be out of reach and the model gated; else where the model is."""
+    folder = os.path.dirname(os.path.abspath(recipe))
+    named = (yaml.safe_load(Path(recipe).read_text(encoding="utf-8")) or {}).get(
+        "model_name_or_path"
+    )
+    is_beside = os.path.isfile(os.path.join(folder, CONFIG_NAME))
+    return folder if is_beside and name == named and not os.path.isdir(name) else name
 
 
 def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args: Any) -> None:

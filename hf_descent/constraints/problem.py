@@ -77,7 +77,7 @@ class DescentProblem:
             The layers of descent, steps or line rows, 1-based and increasing; consecutive entries constrain each
             other. `None`: all.
         chance_loss (`float`, *optional*):
-            The measured loss of the best constant prediction, where known; f_0 may lie above it.
+            The estimated loss of the best constant prediction, where known; f_0 may lie above it.
         descent_strength (`float`):
             The share s of the decrease from f_0 to f_L, in logarithms, that line and steps rows ask for.
         exit_targets (mapping from `int` to `float`, *optional*):
@@ -271,10 +271,10 @@ class DescentProblem:
 
     def descent_share(self, layer_losses: torch.Tensor) -> float | None:
         """The share of the decrease to f_L that every layer keeps up with: min over the constrained l < L of
-        log(f_0 / f_l) / ((l / L) log(f_0 / f_L)), with the measured loss at chance as f_0.
+        log(f_0 / f_l) / ((l / L) log(f_0 / f_L)), with the estimated loss at chance as f_0.
 
         1 is an even geometric descent, 0 a layer at chance. A worse last layer raises it: never quote it without f_L.
-        `None` where it says nothing: chance was not measured, f_L is not below it, or a loss is not positive.
+        `None` where it says nothing: chance is not known, f_L is not below it, or a loss is not positive.
         """
         layers = torch.tensor(
             [layer for layer in self.constrained_layers if layer < self.num_layers]

@@ -54,7 +54,7 @@ class DescentState:
         num_layers (`int`): number of layers L.
         max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
         start_step (`int`): the step at which the duals start; warm-up is counted from here.
-        chance (`float`, *optional*): the measured loss of the best constant prediction, where it is known.
+        chance (`float`, *optional*): the estimated loss of the best constant prediction, where it is known.
         device (`torch.device`): where the losses arrive.
         held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
         constant ([`ConstantPredictor`], *optional*): measures the loss at chance of other data.

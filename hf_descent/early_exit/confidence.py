@@ -10,7 +10,7 @@ from accelerate.utils import find_batch_size
 from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from ..evaluation.scoring import Evaluation, Result
 from ..readout.labels import IGNORE_INDEX, labels_of
@@ -20,6 +20,8 @@ from ..readout.tape import off_in_replay, switched_off
 from .partial import PartialForward
 from .profile import turns
 
+
+logger = logging.get_logger(__name__)
 
 MAX_THRESHOLDS = 1000  # candidates tried in a calibration
 
@@ -48,6 +50,12 @@ class ConfidenceReport(Result):
         return float(self.exit_shares @ np.arange(1, len(self.exit_shares) + 1))
 
     def __str__(self) -> str:
+        if self.threshold == 0:
+            return (
+                f"No sample stops early (threshold 0): accuracy {self.accuracy:.4f}, {len(self.exit_shares)} layers a "
+                "sample. No early exit was found that keeps to the loss of accuracy allowed: use the whole model, "
+                "calibrate with more data, or allow a larger `max_loss`"
+            )
         shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
         return (
             f"entropy < {self.threshold:.4g}: accuracy {self.accuracy:.4f} ({self.full_accuracy:.4f} without "
@@ -100,10 +108,19 @@ class ConfidenceExit:
                 "`threshold` is not set: give it, or call `calibrate` with validation data first."
             )
         inputs = {name: value for name, value in inputs.items() if "label" not in name}
+        if self.threshold == 0:  # no layer is sure, so that none but the last need be read
+            return self._read_whole(inputs)
         (rows, logits), *later = self._read(inputs, self.threshold)
         logits, exit_layers = logits.clone(), torch.ones_like(rows)  # [batch, classes], [batch]
         for layer, (rows, found) in enumerate(later, start=2):
             logits[rows], exit_layers[rows] = found, layer
+        return ModelOutput(logits=logits, exit_layers=exit_layers)
+
+    def _read_whole(self, inputs) -> ModelOutput:
+        num_layers = Readout.probe(self.model, inputs).num_layers
+        with evaluating(self.model):
+            logits = _class_logits(self.model(**inputs))
+        exit_layers = torch.full(logits.shape[:1], num_layers, device=logits.device)
         return ModelOutput(logits=logits, exit_layers=exit_layers)
 
     def _read(self, inputs, threshold: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -164,6 +181,11 @@ class ConfidenceExit:
         unsure = uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
+        if self.threshold == 0:
+            logger.warning(
+                f"No early exit is shown to lose at most {max_loss:g} of the accuracy on these {labels.numel()} "
+                "samples: all samples will pass all layers. Give more data or a larger `max_loss`."
+            )
         return self
 
     def evaluate(

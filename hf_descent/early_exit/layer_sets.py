@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from ..evaluation.scoring import (
     Evaluation,
@@ -26,6 +25,7 @@ from ..evaluation.scoring import (
     name_of,
 )
 from ..evaluation.sums import radius
+from ..logs import progress_bar
 from ..readout.replay import Readout, evaluating
 from .truncation import check_layers, skipping
 
@@ -135,7 +135,7 @@ def find_layer_sets(
     sets = [kept]
     rounds = range(stack.num_layers - fewest)
     with evaluating(model):
-        for _ in tqdm(rounds, desc="Leaving out layers", disable=not progress):
+        for _ in progress_bar(rounds, progress, desc="Leaving out layers"):
             candidates = [[layer for layer in kept if layer != left_out] for left_out in kept]
             losses = [loss_with(layers) for layers in candidates]
             kept = candidates[int(np.nanargmin(losses))]

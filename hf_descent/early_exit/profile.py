@@ -14,12 +14,12 @@ import torch
 from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..constraints.problem import AT_CHANCE
 from ..evaluation import layer_profile
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
+from ..logs import progress_bar
 from ..readout.replay import Readout, evaluating
 from .drafting import MAX_DRAFT, check_drafts, costs, draft_with, token_ids
 from .partial import PartialForward
@@ -316,9 +316,8 @@ def turns(
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))
-    for repeat, index in tqdm(
-        [*np.ndindex(repeats + 1, len(calls))], desc="Timing", disable=not progress
-    ):
+    order = [*np.ndindex(repeats + 1, len(calls))]
+    for repeat, index in progress_bar(order, progress, desc="Timing"):
         start = time.perf_counter()
         calls[index]()
         if device.type != "cpu":

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from ..files import read_json, write_json
+from ..logs import progress_bar
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
@@ -139,7 +139,7 @@ class Evaluation:
         )
         total = math.ceil((len(loader) - first) / step) if has_length(loader) else None
         numbered = islice(enumerate(loader), first, None, step)
-        for index, batch in tqdm(numbered, desc=title, total=total, disable=not self.progress):
+        for index, batch in progress_bar(numbered, self.progress, desc=title, total=total):
             yield index, batch if as_rows else self._prepare(batch)
 
     def _prepare(self, batch):

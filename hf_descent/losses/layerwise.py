@@ -268,12 +268,28 @@ LayerLosses = ReplayedLosses | TiledLosses
 
 def _require_gradient(layer, hidden, objective, readout) -> None:
     """ValueError where the hidden state of a layer below the last has no gradient, but its loss a weight."""
-    if layer in objective.trained and layer < readout.num_layers and not hidden.requires_grad:
-        raise ValueError(
-            f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Unfreeze layers "
-            f"of `{readout.stack.name}` up to it, or set `constrained_layers` to those above the frozen ones (where "
-            "all are frozen, `objective='erm'`). Use gradient checkpointing with `use_reentrant=False`."
+    if layer not in objective.trained or layer == readout.num_layers or hidden.requires_grad:
+        return
+    below = readout.stack.layers[:layer]
+    is_frozen = not any(each.requires_grad for module in below for each in module.parameters())
+    is_checkpointed = any(
+        getattr(module, "gradient_checkpointing", False) for module in readout.model.modules()
+    )
+    if is_frozen:
+        remedy = (
+            f"Unfreeze layers of `{readout.stack.name}` up to it, or set `constrained_layers` to those above the "
+            "frozen ones (where all are frozen, `objective='erm'`)"
         )
+    elif is_checkpointed:
+        remedy = "Use gradient checkpointing with `use_reentrant=False`"
+    else:
+        remedy = (
+            f"{type(readout.model).__name__} computes its layers without a graph of gradients, as reversible layers "
+            "do: use `objective='erm'`, or another architecture"
+        )
+    raise ValueError(
+        f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. {remedy}."
+    )
 
 
 def find_layer_losses(
@@ -319,9 +335,8 @@ def find_layer_losses(
                 f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}"
             ) from reason
         head = "the model's own head" if readout is None else "`readout`"
-        logger.info(
-            f"Layers are read by {head}, run once per layer. The faster way, in tiles, is not taken: {reason}"
-        )
+        logger.info(f"Layers are read by {head}, run once per layer.")
+        logger.debug(f"They are not read in tiles: {reason}")
         if trains and readout is not None:
             logger.warning_once(
                 "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head, and its card gives "

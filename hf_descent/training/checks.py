@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..configs import CONSTRAINT_METRICS, LAYER_LOSS
+from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentArguments
 from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
 from ..constraints.state import DescentState
 from ..loading import has_position_table, position_limit
+from ..logs import get_logger
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, output_logits, probing
 from ..readout.stack import inner_model
@@ -83,7 +83,8 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             )
         if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
             raise ValueError(
-                f"{type(adapter).__name__} puts trained embeddings before the tokens: use LoRA."
+                f"{type(adapter).__name__} puts trained embeddings before the tokens, which the losses of the layers "
+                "do not expect: use LoRA or prefix tuning, or train it plainly, with `objective='erm'`."
             )
     sizes = {
         "tensor": trainer.get_tp_size(),
@@ -94,6 +95,15 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         raise ValueError(
             f"{split[0].capitalize()} parallelism is not supported: a layer's loss needs whole rows of tokens and "
             "classes in one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
+        )
+
+
+def report_own_averages(args: DescentArguments) -> None:
+    """Log once where processes average over their own items in plain training, but not under other objectives."""
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        logger.warning_once(
+            "`average_tokens_across_devices=False` makes `objective='erm'` divide by the items of each process, as "
+            "Trainer does; all other objectives divide by those of all processes. Leave it out to compare them."
         )
 
 

@@ -258,15 +258,25 @@ def facts_of(
 
 def chosen_dataset(known, dataset):
     """The data set that `evaluate(dataset)` would take, of the trainer's own `known`; ValueError where it is none."""
-    if isinstance(known, dict) and (dataset is None or isinstance(dataset, str)):
+    if isinstance(known, dict) and dataset is None:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"The trainer has several evaluation sets: name one of them, {names}.")
+    if isinstance(known, dict) and isinstance(dataset, str):
         if dataset not in known:
-            raise ValueError(
-                f"`eval_dataset` is {dataset!r}; give one of {', '.join(map(repr, known))}."
-            )
+            names = ", ".join(map(repr, known))
+            raise ValueError(f"`eval_dataset` is {dataset!r}; give one of {names}.")
         return known[dataset]
+    if dataset is None and known is None:
+        raise ValueError("The trainer has no `eval_dataset`: give one.")
     dataset = known if dataset is None else dataset
-    if dataset is None or isinstance(dataset, dict | str):
-        raise ValueError("`eval_dataset` is missing, or a dict or a name; give one dataset.")
+    if isinstance(dataset, str):
+        raise ValueError(
+            f"`eval_dataset` is {dataset!r}, but the trainer has no sets with names: give a dataset."
+        )
+    if isinstance(dataset, dict):
+        raise ValueError(
+            f"`eval_dataset` is a dict of {', '.join(map(str, dataset))}; give one dataset of them."
+        )
     return dataset
 
 

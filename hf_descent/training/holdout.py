@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 from datasets import Dataset
 from pyarrow import ListScalar
 from torch.distributed.fsdp import FSDPModule
@@ -14,6 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import DescentArguments
+from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import inner_model
 from .initial_loss import drawing_apart

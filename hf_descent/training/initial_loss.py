@@ -1,4 +1,4 @@
-"""The loss of the best constant prediction on the training labels, measured before the first step.
+"""The loss of the best constant prediction on the training labels, estimated before the first step.
 
 That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was given. It is known for the (binary)
 cross-entropy and the squared error, so a loss is compared with these on a real batch.

@@ -1,10 +1,10 @@
 """The problem that evaluations judge a model by where training did not solve it: plain training, or none here."""
 
-from accelerate.logging import get_logger
 from transformers import Trainer
 
 from ..constraints.state import DescentState
 from ..evaluation import LayerProfile
+from ..logs import get_logger
 from ..losses.constant import ConstantPredictor, find_predictor
 from ..losses.task import TaskLoss
 from ..readout.replay import probing

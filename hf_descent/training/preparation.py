@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, broadcast_object_list, send_to_device
 from torch import nn
 from transformers import Trainer
 
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.state import STATE_NAME, DescentState, read_state
+from ..logs import get_logger
 from ..losses.constant import find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss

@@ -1,6 +1,7 @@
 """`hf-descent plan`: a recipe and a config in, a table out."""
 
 import re
+import shutil
 import sys
 
 import pytest
@@ -56,6 +57,18 @@ def recipe(kind, tmp_path, vocab_size=50, **settings):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values | settings))
     return str(path)
+
+
+def test_a_config_beside_the_recipe_stands_for_the_model_of_the_hub(tmp_path):
+    path = recipe("llama", tmp_path, model_name_or_path="nobody/nothing")
+    _, _, model_args, *_ = plan.parse([path], "plan", "")
+    assert model_args.model_name_or_path == "nobody/nothing"
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path)
+    _, _, model_args, *_ = plan.parse([path], "plan", "")
+    assert model_args.model_name_or_path == str(tmp_path)
+    for other in ("nobody/other", str(tmp_path / "model")):
+        _, _, model_args, *_ = plan.parse([path, "--model_name_or_path", other], "plan", "")
+        assert model_args.model_name_or_path == other
 
 
 def cells(printed):

@@ -262,3 +262,19 @@ def test_bad_arguments_to_confidence_exit_are_named():
     }.items():
         with pytest.raises(ValueError, match=match):
             call()
+
+
+def test_where_no_threshold_is_found_nobody_is_told_of_a_speed(caplog):
+    """Layers below the last guess, so that each exit costs accuracy: samples get the model's own logits."""
+    model = bert()
+    rows = toy_rows(64)
+    fast = ConfidenceExit(model).calibrate(rows, max_loss=0.0)
+    assert fast.threshold == 0
+    assert "No early exit is shown to lose at most 0 of the accuracy on these 64" in caplog.text
+    batch = default_data_collator(rows[:8])
+    with torch.no_grad():
+        assert fast(**batch).logits.equal(model(**batch).logits)
+    assert fast(**batch).exit_layers.tolist() == [3] * 8
+    text = str(fast.evaluate(rows, repeats=1))
+    assert text.startswith("No sample stops early") and "larger `max_loss`" in text
+    assert "times as fast" not in text and "entropy <" not in text

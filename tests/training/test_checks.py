@@ -1,15 +1,25 @@
 """What is refused before training time is spent, on real models: each used to train, or to end in a raw error."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from accelerate import PartialState
 from datasets import Dataset
-from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
-from transformers import DataCollatorForLanguageModeling, default_data_collator
+from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    ReformerConfig,
+    ReformerForSequenceClassification,
+    default_data_collator,
+)
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_descent import DescentTrainer
+from hf_descent.losses.layerwise import _require_gradient
+from hf_descent.training.checks import report_own_averages
 
 
 DATA = classification_data(24)
@@ -127,6 +137,80 @@ def test_what_helps_a_constrained_layer_without_gradient(tmp_path, build):
         tmp_path, model, data, settings={"constrained_layers": [3]}
     ).multipliers.values
     assert multipliers[2] > 0 and not multipliers[:2].any()
+
+
+def test_reversible_layers_are_not_called_frozen(tmp_path):
+    sizes = {"attn_layers": ["local", "local"], "num_hidden_layers": 2, "is_decoder": False}
+    sizes |= {"hidden_size": 16, "feed_forward_size": 16, "num_attention_heads": 2}
+    sizes |= {"attention_head_size": 8, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [8, 8]}
+    sizes |= {"vocab_size": 40, "max_position_embeddings": 32, "local_attn_chunk_length": 8}
+    torch.manual_seed(0)
+    reformer = ReformerForSequenceClassification(ReformerConfig(**sizes, num_labels=3))
+    with pytest.raises(ValueError, match="Reformer.*reversible.*objective='erm'") as refused:
+        fit(tmp_path, reformer, classification_data(24, length=32, pad=False))
+    assert "Unfreeze" not in str(refused.value)
+    checkpointed = torch.nn.Linear(2, 2)
+    checkpointed.gradient_checkpointing = True
+    stack = SimpleNamespace(layers=[checkpointed], name="layers")
+    readout = SimpleNamespace(model=checkpointed, stack=stack, num_layers=2)
+    with pytest.raises(ValueError, match="layer 1 has no gradient.*use_reentrant=False"):
+        _require_gradient(1, torch.zeros(1), SimpleNamespace(trained=[1]), readout)
+
+
+def test_prompts_that_are_trained_are_left_to_plain_training(tmp_path):
+    peft = pytest.importorskip("peft")
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    prompted = peft.get_peft_model(llama(), tuning)
+    with pytest.raises(ValueError, match="PromptTuningConfig puts.*objective='erm'"):
+        fit(tmp_path, prompted, language_data(24))
+    trainer = fit(tmp_path, prompted, language_data(24), settings={"objective": "erm"})
+    assert trainer.state.global_step == 4
+
+
+def test_messages_of_a_single_process_name_no_rank(tmp_path, caplog):
+    rows = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in language_data(24)]
+    trainer = fit(tmp_path, llama(), rows, settings={"noise_gamma": 0.5})
+    trainer.evaluate(rows)
+    assert "first batch has no label" in caplog.text and "sigma =" in caplog.text
+    assert "[RANK" not in caplog.text
+
+
+@pytest.mark.parametrize(("processes", "is_said"), [(1, False), (2, True)])
+def test_processes_that_average_by_themselves_are_told_of_other_objectives(
+    caplog, processes, is_said
+):
+    PartialState()
+    args = SimpleNamespace(world_size=processes, average_tokens_across_devices=False)
+    report_own_averages(args)
+    assert ("`average_tokens_across_devices=False`" in caplog.text) == is_said
+    caplog.clear()
+    report_own_averages(SimpleNamespace(world_size=2, average_tokens_across_devices=True))
+    assert not caplog.text
+
+
+def test_a_weighted_sum_over_the_items_does_not_depend_on_accumulation(tmp_path):
+    """As the docstring of the trainer says beside `layer_loss_fn`; of the weighted mean it says that it does."""
+    weight = torch.tensor([5.0, 1.0, 0.2])
+
+    def weighted_sum(outputs, labels, num_items_in_batch=None):
+        loss = F.cross_entropy(outputs.logits, labels, weight=weight, reduction="sum")
+        return loss / num_items_in_batch
+
+    def weighted_mean(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels, weight=weight)
+
+    def first_gradient(loss, objective, size, steps):
+        settings = {"objective": objective, "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0}
+        settings |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        model = bert()
+        before = model.classifier.weight.detach().clone()
+        InOrder(model, config(tmp_path, **settings), train_dataset=DATA, layer_loss_fn=loss).train()
+        return before - model.classifier.weight.detach()
+
+    for objective in ("erm", "descent"):
+        for loss, is_alike in ((weighted_sum, True), (weighted_mean, False)):
+            whole, parts = (first_gradient(loss, objective, *each) for each in ((8, 1), (2, 4)))
+            assert torch.allclose(whole, parts, rtol=1e-3, atol=1e-7) == is_alike
 
 
 def test_a_loss_of_ones_own_takes_labels_that_the_model_s_does_not(tmp_path):

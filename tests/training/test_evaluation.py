@@ -415,6 +415,13 @@ def test_one_of_several_evaluation_sets_is_named(tmp_path):
     assert profile.to_dict()["max_violation"] == pytest.approx(
         metrics["eval_a_max_violation"], abs=1e-6
     )
+    for measure in (trainer.evaluate_layers, trainer.evaluate_robustness):
+        with pytest.raises(ValueError, match="several evaluation sets: name one of them, 'a', 'b'"):
+            measure()
+        with pytest.raises(ValueError, match="is 'c'; give one of 'a', 'b'"):
+            measure("c")
+        with pytest.raises(ValueError, match="is a dict of x; give one dataset"):
+            measure({"x": DATA})
     noisy = layer_profile(bert(), DATA[:16], gamma=2.0, sigma=1.0, batch_size=8)
     assert trainer.evaluate_layers("a", gamma=2.0).losses.tolist() == noisy.losses.tolist()
     curve = trainer.evaluate_robustness("b", gammas=[0.0])

@@ -58,6 +58,11 @@ def number_of(label: Label) -> int | None:
     return boolean(label) if number is None else number
 
 
+def is_numeric(name: str) -> bool:
+    """Whether a name is written like a number, `01` and `1,5` too."""
+    return NUMBER.fullmatch(name.strip()) is not None
+
+
 def class_text(label: Label, kind: str) -> str:
     """The name of a label's class, if the labels of all splits are of a `kind` (see `_kind`)."""
     if kind == "number":
@@ -132,18 +137,23 @@ class LabelColumn:
         # By type: 1, 1.0 and True are equal.
         self.distinct = list({(type(label), label): label for label in values}.values())
 
-    def counts(self, names: Sequence[str]) -> bool:
-        """Whether the labels are the numbers of classes with `names`, which are no numbers themselves."""
-        if any(whole_number(name) is not None for name in names):
+    def are_numbers_of(self, classes: Sequence[str]) -> bool:
+        """Whether the labels are the numbers of `classes`, whose names are no numbers themselves."""
+        if any(map(is_numeric, classes)):
             return False
         numbers = [number_of(label) for label in self.distinct]
-        return all(number is not None and 0 <= number < len(names) for number in numbers)
+        return all(number is not None and 0 <= number < len(classes) for number in numbers)
 
-    def texts(self, kind: str) -> list[str]:
-        """The name of every row's class, among splits of a `kind`."""
+    def texts(self, kind: str, named: Sequence[str] | None = None) -> list[str]:
+        """The name of every row's class, among splits of a `kind`, of which one has a `ClassLabel` of `named`."""
         if self.names is not None:
             return self.labels
-        return [class_text(label, kind) for label in self.labels]
+        texts = [class_text(label, kind) for label in self.labels]
+        if named is None or set(texts) <= set(named):
+            return texts
+        if self.are_numbers_of(named):
+            return [named[number_of(label)] for label in self.labels]
+        return texts
 
 
 def class_labels(splits: Mapping[str, Dataset]) -> dict[str, Dataset]:
@@ -158,15 +168,12 @@ def class_labels(splits: Mapping[str, Dataset]) -> dict[str, Dataset]:
     _check_numbers(distinct)
     kind = _kind(distinct)
 
-    names = _given_names(columns)
-    classes = names or _occurring_classes(columns["train"], kind)
-    encoded = {}
-    for split, column in columns.items():
-        texts = column.texts(kind)
-        if names and column.names is None and not set(texts) <= {*names} and column.counts(names):
-            texts = [names[number_of(label)] for label in column.labels]
-        encoded[split] = encode_labels(splits[split], texts, classes, split)
-    return encoded
+    named = _given_names(columns)
+    classes = named or _occurring_classes(columns["train"], kind)
+    return {
+        split: encode_labels(splits[split], column.texts(kind, named), classes, split)
+        for split, column in columns.items()
+    }
 
 
 def encode_labels(
@@ -190,15 +197,15 @@ def encode_labels(
 def _check_numbers(labels: Sequence[Label]) -> None:
     """ValueError where all labels are numbers but for some that say "no value", or some have a fraction."""
     texts = [label for label in labels if isinstance(label, str)]
-    others = [text for text in texts if not NUMBER.fullmatch(text) and boolean(text) is None]
+    others = [text for text in texts if not is_numeric(text) and boolean(text) is None]
     if others and len(others) < len(labels) and {*map(str.casefold, others)} <= NO_VALUE:
         raise ValueError(
-            f"The labels are numbers but for {others[0]!r}, which may mean 'no label' or be a class: leave these "
-            "cells empty, or rename the class."
+            f"The labels are numbers or booleans but for {others[0]!r}, which may mean 'no label' or be a class: leave "
+            "these cells empty, or rename the class."
         )
     if others:
         return
-    for text in filter(NUMBER.fullmatch, texts):
+    for text in filter(is_numeric, texts):
         if float(text.replace(",", ".")) % 1:
             raise ValueError(f"A label is {text!r}, {NO_CLASS}.")
 
@@ -218,7 +225,7 @@ def _given_names(columns: Mapping[str, LabelColumn]) -> list[str] | None:
     if train.names is not None:
         return train.names
     for column in columns.values():
-        if column.names is not None and train.counts(column.names):
+        if column.names is not None and train.are_numbers_of(column.names):
             return column.names
     return None
 

@@ -9,7 +9,7 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from ..loading import has_position_table, position_limit
-from .labels import class_key, class_labels, encode_labels, missing_labels, whole_number
+from .labels import class_key, class_labels, encode_labels, is_numeric, missing_labels
 from .splits import (
     SplitArguments,
     check_arguments,
@@ -71,8 +71,8 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     ValueError where the data has a class that the model has not.
 
     Numbers and booleans are the same classes however they are written (1 and 1.0, true and 1). Labels that are
-    numbers are the model's numbers, unless it has classes with such names. If the model has default names (`LABEL_0`,
-    ...), the names of the data keep their order.
+    numbers are the model's numbers, unless the names of its classes are numbers. If the model has default names
+    (`LABEL_0`, ...), the names of the data keep their order.
     """
     names = dataset["train"].features["labels"].names
     occurring = {
@@ -86,7 +86,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         (classes, occurring, str.casefold),
         (classes, occurring, class_key),
     ]
-    if all(whole_number(name) is None for name in classes):
+    if not any(map(is_numeric, classes)):
         ways.append((numbers, names, str))
     for known, given, key in ways:
         same = set(map(key, given)) <= set(map(key, known))

@@ -184,7 +184,7 @@ def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
 
 @pytest.mark.parametrize("word", ["NA", "nan", "n/a", "None", "null", "?"])
 def test_no_value_beside_numbers_is_refused(tmp_path, word):
-    with pytest.raises(ValueError, match="numbers but for .*leave these cells empty"):
+    with pytest.raises(ValueError, match="numbers or booleans but for .*leave these cells empty"):
         load(write(tmp_path / "rows.csv", ["0", "1", word]))
     assert classes_of(load(write(tmp_path / "rows.csv", ["x", "y", word]))["test"])[2] == word
 

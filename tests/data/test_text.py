@@ -156,6 +156,7 @@ def test_classes_are_sorted_and_shared_by_all_splits(tmp_path, labels, names):
         ([0, 1, 0], ["0.0", "1.0"], [0, 1, 0]),  # as floats of former versions were named
         ([1, 0, 1], ["False", "True"], [1, 0, 1]),
         (["true", "false", "true"], ["0", "1"], [1, 0, 1]),
+        ([0, 1, 0], ["01", "02", "10"], None),
         ([0, 1, 0], ["1", "2", "3"], None),  # the class "1" of the model is not its number 1
     ],
 )

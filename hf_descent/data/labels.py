@@ -200,8 +200,8 @@ def _check_numbers(labels: Sequence[Label]) -> None:
     others = [text for text in texts if not is_numeric(text) and boolean(text) is None]
     if others and len(others) < len(labels) and {*map(str.casefold, others)} <= NO_VALUE:
         raise ValueError(
-            f"The labels are numbers or booleans but for {others[0]!r}, which may mean 'no label' or be a class: leave "
-            "these cells empty, or rename the class."
+            f"The labels are numbers or booleans but for {others[0]!r}, which may mean 'no label' or be a class: "
+            "leave these cells empty, or rename the class."
         )
     if others:
         return

@@ -75,6 +75,15 @@ class ReplayedLosses:
         self._rows = RowLosses(task, predictor)
         self._token_statistics = token_statistics
 
+    def find_batching(self, inputs: Mapping[str, Any]) -> None:
+        """Find out on a batch whether all layers can be read by one run of what follows the stack."""
+        items = self.task.count(inputs)
+
+        def score(outputs):
+            return outputs, self.task(outputs, inputs, items)
+
+        self.readout.check_batching(self.task.model_inputs(inputs), score)
+
     def step(
         self,
         model: nn.Module,
@@ -99,9 +108,12 @@ class ReplayedLosses:
         items = items.clamp(min=1) if self.task.takes_items else None  # a sum over none is 0
         losses = []
 
-        def read(layer, outputs, hidden):
+        def loss_of(outputs):
+            return self.task(outputs, inputs, items)
+
+        def read(layer, loss, hidden):
             _require_gradient(layer, hidden, objective, self.readout)
-            losses.append(self.task(outputs, inputs, items))
+            losses.append(loss)
 
         given = self.task.model_inputs(inputs)
         if items is not None and self.task.accepts_items:
@@ -109,7 +121,7 @@ class ReplayedLosses:
         unweighted = [
             layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted
         ]
-        with self.readout.attach(read, no_grad_layers=unweighted):
+        with self.readout.attach(read, no_grad_layers=unweighted, score=loss_of):
             outputs = model(**given)
         parts = torch.stack(losses).float()  # [layers]
         if items is None:
@@ -344,7 +356,9 @@ def find_layer_losses(
             )
         if trains:
             task.takes_items = task.divides_by_items(inputs)
-        return ReplayedLosses(replay, task, predictor, token_statistics)
+        losses = ReplayedLosses(replay, task, predictor, token_statistics)
+        losses.find_batching(inputs)
+        return losses
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"

@@ -12,10 +12,12 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput, logging
 
 from . import random_state
+from .batched import bytes_of, groups, run_together
 from .pooling import pooled_readout
 from .stack import embeddings, errors_explained, find_layer_stack, map_tensors, tensors
 from .tape import Tape, assigned, noise_disabled, taped
@@ -73,6 +75,7 @@ class Readout:
             module for module in model.modules() if "_disable_adapters" in vars(module)
         ]
         self._head, self._active = embeddings(model, "output"), self._active_adapters()
+        self.is_batched = False  # see `check_batching`
 
     def fits(self, model) -> bool:
         """Whether this is still a readout of `model`: no more once its head is another, or its active adapters are."""
@@ -125,8 +128,11 @@ class Readout:
         return self
 
     @contextmanager
-    def attach(self, on_layer, layers=None, no_grad_layers=()):
+    def attach(self, on_layer, layers=None, no_grad_layers=(), score=None):
         """Read out the layers in every `model(...)` call while attached, inside that very call.
+
+        Without gradient, or with a `score`, layers are read by one run of the model's tail, if `check_batching` found
+        that it gives the same (see `batched.py`).
 
         Args:
             on_layer: `on_layer(layer, outputs, hidden)`, called for each layer in increasing order with the outputs
@@ -135,6 +141,7 @@ class Readout:
                 so that its loss is the task loss alone. Logits of layer L by a `readout` replace the model's own.
             layers: which of 1..L; all by default.
             no_grad_layers: layers that are replayed without gradient.
+            score: `score(outputs)`, a tensor that `on_layer` gets in the place of the outputs.
 
         In a call, ValueError where the stack does not run L times with gradient.
         """
@@ -143,31 +150,49 @@ class Readout:
 
         def read_out(args, kwargs, outputs):
             self._autocast = tape.autocast
-            for layer in layers:
-                hidden = self.stack.hidden_state(
-                    tape.layer_outputs[layer - 1]
-                )  # [batch, seq, width]
-                if (
-                    self.readout is None
-                    and layer == self.num_layers
-                    and not has_router_loss(outputs)
-                ):
-                    on_layer(layer, outputs, hidden)
-                    continue
-                with torch.no_grad() if layer in no_grad_layers else nullcontext():
-                    if self.readout is None:
-                        layer_outputs = tape.replay(args, kwargs, layer)
-                    else:
-                        layer_outputs = self._user_outputs(
-                            hidden, kwargs, output_logits(outputs).device
-                        )
-                        if layer == self.num_layers:
-                            # Within the forward: after it DDP waits for the parameters behind what it returned.
-                            outputs["logits"] = layer_outputs["logits"]
-                on_layer(layer, layer_outputs, hidden)
+            call = _Call(self, tape, args, kwargs, outputs, score)
+            for layer, found in call.results(layers, no_grad_layers):
+                on_layer(layer, found, self.stack.hidden_state(tape.layer_outputs[layer - 1]))
 
         with taped(tape, read_out):
             yield self
+
+    def check_batching(self, inputs, score=None) -> None:
+        """Find out on a batch whether layers that are read together give what they do one by one, in eval and in train
+        mode; `score` is as of `attach`. Where not, they are read one by one from now on."""
+        self.is_batched = False
+        if self.num_layers < 3 or _is_sharded(self.model):
+            return
+        tape = Tape(self.model, self.stack, layers_only=self.readout is not None)
+
+        def check(args, kwargs, outputs):
+            self._autocast = tape.autocast
+            layers = [1, self.num_layers - 1]
+            if len(groups(tape.layer_outputs, layers, bytes_of(outputs), keeps=False)) > 1:
+                raise ValueError("they would take too much memory")
+            call = _Call(self, tape, args, kwargs, outputs, score)
+            for trains in (False, True):
+                # After the forward, in which modules with running statistics would change them.
+                self.model.train(trains)
+                tape.prepare_replays()
+                for layer, found in zip(layers, call.together(layers)):
+                    _require_equal(found, call.alone(layer))
+
+        try:
+            with probing(self.model), taped(tape, check):
+                self.model(**inputs)
+        except Exception as error:
+            self.stop_batching(error)
+        else:
+            self.is_batched = True
+
+    def stop_batching(self, error: Exception) -> None:
+        """Read the layers one by one from now on, because of an error; out of memory is raised again."""
+        if isinstance(error, RuntimeError) and should_reduce_batch_size(RuntimeError(str(error))):
+            raise error
+        self.is_batched = False
+        reason = str(error).split("\n")[0][:200]
+        logger.info(f"Layers are read one by one: read together, {reason or type(error).__name__}.")
 
     def read(self, inputs, score, layers=None) -> list:
         """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
@@ -214,6 +239,105 @@ class Readout:
                 f"`readout` returned {got}: return a floating tensor of logits, [batch, ...]."
             )
         return ModelOutput(logits=logits.to(device=device, dtype=torch.float32 if mixed else None))
+
+
+class _Call:
+    """One recorded call of a readout's model, and what its layers give."""
+
+    def __init__(self, readout, tape, args, kwargs, outputs, score=None):
+        self._readout, self._tape, self._score = readout, tape, score
+        self._args, self._kwargs, self._outputs = args, kwargs, outputs
+
+    def results(self, layers, no_grad_layers=()):
+        """(layer, its outputs or their score) of the `layers`, in order."""
+        waiting = list(layers)
+        found = {}
+        for group, has_grad in self._groups(layers, no_grad_layers):
+            with nullcontext() if has_grad else torch.no_grad():
+                found |= zip(group, self._read(group))
+            while waiting and waiting[0] in found:
+                layer = waiting.pop(0)
+                yield layer, found.pop(layer)
+
+    def together(self, layers):
+        """What the layers below the last give, by a single run."""
+        answers = [self._tape.layer_outputs[layer - 1] for layer in layers]
+        return run_together(self._from_answer, answers)
+
+    def alone(self, layer):
+        """What one layer gives, by a run of its own."""
+        is_last = layer == self._readout.num_layers
+        if is_last and self._readout.readout is None and not has_router_loss(self._outputs):
+            return self._scored(self._outputs)
+        return self._from_answer(self._tape.layer_outputs[layer - 1], is_last)
+
+    def _groups(self, layers, no_grad_layers):
+        """(layers that are read together, whether with gradient) pairs; the last layer stays alone."""
+        # Outputs with gradient are read one by one: parts of a batch cannot be written into.
+        is_batched = self._score is not None or not torch.is_grad_enabled()
+        bytes_made = bytes_of(self._outputs)
+        found = []
+        for has_grad in (True, False):
+            chosen = [layer for layer in layers if (layer not in no_grad_layers) == has_grad]
+            below = [layer for layer in chosen if layer < self._readout.num_layers]
+            parts = [[layer] for layer in below]
+            if is_batched and self._readout.is_batched:
+                keeps = has_grad and torch.is_grad_enabled()
+                parts = groups(self._tape.layer_outputs, below, bytes_made, keeps)
+            if len(chosen) > len(below):
+                parts.append([self._readout.num_layers])
+            found += [(part, has_grad) for part in parts]
+        return found
+
+    def _read(self, group):
+        if len(group) == 1:
+            return [self.alone(group[0])]
+        try:
+            return self.together(group)
+        except Exception as error:
+            # Other values than the probe's may have taken another way through the model.
+            self._readout.stop_batching(error)
+            return [self.alone(layer) for layer in group]
+
+    def _from_answer(self, answer, is_last=False):
+        readout = self._readout
+        if readout.readout is None:
+            return self._scored(self._tape.replay_answer(self._args, self._kwargs, answer))
+        hidden = readout.stack.hidden_state(answer)  # [batch, seq, width]
+        device = output_logits(self._outputs).device
+        own = readout._user_outputs(hidden, self._kwargs, device)
+        if is_last:
+            # Within the forward: after it DDP waits for the parameters behind what it returned.
+            self._outputs["logits"] = own["logits"]
+        return self._scored(own)
+
+    def _scored(self, outputs):
+        return outputs if self._score is None else self._score(outputs)
+
+
+def _is_sharded(model):
+    """Whether modules gather their parameters when they are called, by hooks that know no batches of layers."""
+    parameters = model.parameters()
+    if any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in parameters):
+        return True
+    return any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
+
+
+def _require_equal(together, alone):
+    """ValueError unless a layer that was read with others gives what it gives alone, up to rounding."""
+    for found, expected in zip(tensors(together), tensors(alone), strict=True):
+        if found.shape != expected.shape or found.dtype != expected.dtype:
+            raise ValueError(f"a result has shape {list(found.shape)}, not {list(expected.shape)}")
+        if found.numel() == 0:
+            continue
+        # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
+        rows = zip(torch.atleast_1d(found).split(1), torch.atleast_1d(expected).split(1))
+        eps = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
+        largest = float(expected.abs().nan_to_num(0.0, posinf=0.0).max())
+        tolerance = max(1e-4, 4 * eps) * largest
+        for row, own in rows:
+            if not torch.allclose(row, own, rtol=0.0, atol=tolerance, equal_nan=True):
+                raise ValueError("a result is another")
 
 
 def _check_replay(model, stack, inputs):

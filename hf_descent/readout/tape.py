@@ -83,9 +83,18 @@ class Tape:
                 f"{self.stack.num_layers}: do not add, cut or drop layers."
             )
 
+    def prepare_replays(self):
+        """Make ready for replays in another mode than that of the recorded forward."""
+        self.off_in_replay = off_in_replay(self.model, self.stack)
+        self.torch_only = False
+
     def replay(self, args, kwargs, layer):
         """The outputs of the model with `layer` in the place of the last one."""
-        self.answer = self.layer_outputs[layer - 1]
+        return self.replay_answer(args, kwargs, self.layer_outputs[layer - 1])
+
+    def replay_answer(self, args, kwargs, answer):
+        """The outputs of the model whose last layer returns `answer`."""
+        self.answer = answer
         self.pending = {module: iter(outputs) for module, outputs in self.answers.items()}
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
         if self.stack.clones:  # what the model would write into, the recorded graph may need

@@ -1,0 +1,131 @@
+"""All replays at once: one run of a model's tail for many layers, by `torch.func.vmap` over their stacked outputs.
+
+A run of the tail is a few dozen small kernels, and a small model on a GPU takes the time that their launches take.
+Stacking the outputs of layers takes memory, so it is done up to a number of bytes. Beyond it launches count for
+little, and layers are replayed one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .stack import tensors
+
+
+# What the stacked outputs of layers may take, and in an evaluation what is made of them.
+STACKED_BYTES = {"cpu": 2**24}
+DEFAULT_STACKED_BYTES = 2**28
+
+
+class SameDropout(TorchFunctionMode):
+    """Draws the dropout of a batched run as that of a single one is drawn.
+
+    `vmap` makes masks by another kernel than the fused one of a GPU, which would draw others from the same state.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not nn.functional.dropout:
+            return func(*args, **(kwargs or {}))
+        return self._dropout(*args, **(kwargs or {}))
+
+    def _dropout(self, input, p=0.5, training=True, inplace=False):
+        if not training or p == 0:
+            return input
+        ones = torch.ones(input.shape, dtype=input.dtype, device=input.device)
+        return input * nn.functional.dropout(ones, p)
+
+
+def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -> list[Any]:
+    """`function` of each of the `layer_outputs`, tensors or nested containers of them, by a single run.
+
+    Returns what `function` returns, once per layer; its tensors are parts of those of all layers. Raises whatever
+    `function` raises under `vmap`: it can neither read values nor branch on them.
+    """
+    leaves = [pytree.tree_flatten(output) for output in layer_outputs]
+    structure = leaves[0][1]
+    columns = list(zip(*(values for values, _ in leaves)))  # one for each leaf, over the layers
+    # What all layers hand on, such as the position bias of T5, stays one tensor.
+    stacks = [_is_stacked(column) for column in columns]
+    inputs = [torch.stack(column) for column, stacked in zip(columns, stacks) if stacked]
+    made = None
+
+    def run(*stacked):
+        nonlocal made
+        stacked = iter(stacked)
+        answer = [
+            next(stacked) if is_stacked else column[0]
+            for column, is_stacked in zip(columns, stacks)
+        ]
+        made = pytree.tree_flatten(function(pytree.tree_unflatten(answer, structure)))
+        return [value for value in made[0] if isinstance(value, torch.Tensor)]
+
+    on_cpu = inputs[0].device.type == "cpu"
+    with nullcontext() if on_cpu else SameDropout():
+        found = torch.func.vmap(run, randomness="same")(*inputs)
+
+    # `made` has the places of the tensors, and what is none.
+    values, structure = made
+    are_tensors = [isinstance(value, torch.Tensor) for value in values]
+    results = []
+    for own in zip(*(tensor.unbind() for tensor in found)):
+        own = iter(own)
+        leaves = [
+            next(own) if is_tensor else value for value, is_tensor in zip(values, are_tensors)
+        ]
+        results.append(pytree.tree_unflatten(leaves, structure))
+    return results
+
+
+def groups(
+    layer_outputs: Sequence[Any], layers: Sequence[int], bytes_made: int, keeps: bool
+) -> list[list[int]]:
+    """The `layers` (1-based) in groups that are run together, in order.
+
+    Args:
+        layer_outputs: of all layers.
+        bytes_made: what is made of one layer's output and lives as long as its group.
+        keeps: whether all of it lives until a backward pass, that of other groups, too.
+    """
+    if not layers or not _alike([layer_outputs[layer - 1] for layer in layers]):
+        return [[layer] for layer in layers]
+    own = tensors(layer_outputs[layers[0] - 1])
+    bytes_stacked = sum(tensor.numel() * tensor.element_size() for tensor in own)
+    limit = STACKED_BYTES.get(own[0].device.type, DEFAULT_STACKED_BYTES)
+    size = limit // max(1, bytes_stacked + bytes_made)
+    if size < (len(layers) if keeps else 2):
+        return [[layer] for layer in layers]
+    return [list(layers[start : start + size]) for start in range(0, len(layers), size)]
+
+
+def bytes_of(tree: Any) -> int:
+    """The size of the floating-point tensors in nested containers."""
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in tensors(tree)
+        if tensor.is_floating_point()
+    )
+
+
+def _is_stacked(column: Sequence[Any]) -> bool:
+    is_tensor = isinstance(column[0], torch.Tensor)
+    return is_tensor and any(value is not column[0] for value in column)
+
+
+def _alike(layer_outputs) -> bool:
+    """Whether outputs can be stacked: the same containers with tensors of one shape, type and device."""
+
+    def kind(leaf):
+        if isinstance(leaf, torch.Tensor):
+            return leaf.shape, leaf.dtype, leaf.device
+        return type(leaf)
+
+    kinds = []
+    for output in layer_outputs:
+        leaves, structure = pytree.tree_flatten(output)
+        kinds.append((structure, [kind(leaf) for leaf in leaves]))
+    return all(found == kinds[0] for found in kinds)

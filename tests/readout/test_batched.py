@@ -1,0 +1,303 @@
+"""All layers read by one run of a model's tail: equal to one by one, or not done."""
+
+import pytest
+import torch
+from architectures import AUDIO, FAMILIES, MODELS, TEXT, TwoStage, batch_for, build
+from peft import LoraConfig, get_peft_model
+from tiny import batches, bert, classification_data, config, gpt2, language_data, trained
+from torch import nn
+from transformers import set_seed
+
+from hf_descent.readout import batched
+from hf_descent.readout.replay import Readout, output_logits
+
+
+def score(outputs):
+    return output_logits(outputs).float().square().mean()
+
+
+def scores_and_gradients(model, batch, readout, no_grad_layers=(), score=score):
+    """Scores of the layers in train mode, the gradients of a weighted sum of them, and a draw after it."""
+    scores = []
+    model.train()
+    model.zero_grad()
+    set_seed(3)
+    with readout.attach(
+        lambda layer, found, hidden: scores.append(found), None, no_grad_layers, score
+    ):
+        model(**batch)
+    draw = torch.rand(3)
+    sum(layer * found for layer, found in enumerate(scores, start=1)).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return torch.stack(scores).detach(), gradients, draw
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    for one, other in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[2], expected[2])
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """How many layers each run has read that was for several."""
+    sizes = []
+    run_together = batched.run_together
+
+    def run(function, layer_outputs):
+        found = run_together(function, layer_outputs)
+        sizes.append(len(layer_outputs))
+        return found
+
+    monkeypatch.setattr("hf_descent.readout.replay.run_together", run)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow) for name in MODELS],
+)
+def test_equals_one_by_one_with_dropout(name, runs):
+    fields = MODELS[name]
+    model = build(name, fields | {"layerdrop": 0.0} if fields == AUDIO else fields)
+    batch = batch_for(model)
+    readout = Readout.probe(model, batch)
+    expected = scores_and_gradients(model, batch, readout)
+    readout.check_batching(batch, score)
+    assert readout.is_batched
+    runs.clear()
+    assert_equal(scores_and_gradients(model, batch, readout), expected)
+    assert runs == [readout.num_layers - 1]
+
+
+def test_layers_without_weight_get_no_gradient(runs):
+    model = build("BertForSequenceClassification", TEXT | {"num_hidden_layers": 6})
+    batch = batch_for(model)
+    readout = Readout.probe(model, batch)
+    expected = scores_and_gradients(model, batch, readout, no_grad_layers=[1, 3, 5])
+    readout.check_batching(batch, score)
+    runs.clear()
+    found = scores_and_gradients(model, batch, readout, no_grad_layers=[1, 3, 5])
+    assert_equal(found, expected)
+    assert runs == [2, 3]
+
+
+class Branching(TwoStage):
+    """A tail that asks for a value, of which a single run for several layers has more than one."""
+
+    def forward(self, x, fails=False):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if fails and hidden.sum() > 1e9:
+            hidden = -hidden
+        return {"logits": self.head(hidden)}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class OwnFunction(TwoStage):
+    def forward(self, x):
+        return {"logits": Doubled.apply(super().forward(x)["logits"])}
+
+
+def test_a_tail_that_branches_on_values_is_read_one_by_one(runs):
+    torch.manual_seed(0)
+    model, batch = Branching(), {"x": torch.randn(5, 4), "fails": True}
+    readout = Readout.probe(model, batch)
+    readout.check_batching(batch, score)
+    assert not readout.is_batched and not runs
+    scores_and_gradients(model, batch, readout)
+    assert not runs
+
+
+def test_a_function_without_a_rule_for_batches_is_read_one_by_one(runs):
+    model, batch = OwnFunction(), {"x": torch.randn(5, 4)}
+    readout = Readout.probe(model, batch)
+    readout.check_batching(batch, score)
+    assert not readout.is_batched and not runs
+
+
+def test_sharded_parameters_are_read_one_by_one(runs):
+    model, batch = TwoStage(), {"x": torch.randn(5, 4)}
+    readout = Readout.probe(model, batch)
+    model.head.weight.ds_id = 1  # as under ZeRO-3
+    readout.check_batching(batch, score)
+    assert not readout.is_batched and not runs
+
+
+def test_lora_with_a_trained_head(runs):
+    model = bert(num_layers=4, dropout=0.1)
+    batch = next(batches(classification_data()))
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, init_lora_weights=False)
+    model = get_peft_model(model, lora)
+    readout = Readout.probe(model, batch)
+    expected = scores_and_gradients(model, batch, readout)
+    readout.check_batching(batch, score)
+    runs.clear()
+    assert_equal(scores_and_gradients(model, batch, readout), expected)
+    assert runs == [3]
+
+
+def test_a_single_run_with_other_results_is_not_taken():
+    model, batch = TwoStage(), {"x": torch.randn(5, 4)}
+    readout = Readout.probe(model, batch)
+    calls = []
+
+    def changing(outputs):
+        calls.append(outputs)
+        return outputs["logits"].mean() * len(calls)
+
+    readout.check_batching(batch, changing)
+    assert not readout.is_batched
+
+
+def test_another_way_through_the_tail_than_the_probes(runs):
+    """The batch that was probed had no values to ask for."""
+    torch.manual_seed(0)
+    model, batch = Branching(), {"x": torch.randn(5, 4)}
+    readout = Readout.probe(model, batch)
+    expected = scores_and_gradients(model, batch | {"fails": True}, readout)
+    readout.check_batching(batch, score)
+    assert readout.is_batched
+    runs.clear()
+    assert_equal(scores_and_gradients(model, batch | {"fails": True}, readout), expected)
+    assert not runs and not readout.is_batched
+
+
+def test_running_out_of_memory_is_no_reason_to_go_on():
+    model, batch = TwoStage(), {"x": torch.randn(5, 4)}
+    readout = Readout.probe(model, batch)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        readout.stop_batching(RuntimeError("CUDA out of memory. Tried to allocate 1 GiB"))
+
+
+def test_large_outputs_are_read_one_by_one(monkeypatch, runs):
+    model, batch = TwoStage(), {"x": torch.randn(5, 4)}
+    readout = Readout.probe(model, batch)
+    readout.check_batching(batch, score)
+    own = 5 * (8 + 3) * 4  # bytes of a layer's output and of the logits
+
+    def sizes(limit, has_grad):
+        runs.clear()
+        monkeypatch.setitem(batched.STACKED_BYTES, "cpu", limit)
+        with torch.set_grad_enabled(has_grad), readout.attach(lambda *_: None, score=score):
+            model(**batch)
+        return list(runs)
+
+    # What has a gradient is kept until the backward pass, so that parts would take as much as all of it.
+    assert sizes(3 * own, True) == [3] and sizes(3 * own - 1, True) == []
+    assert sizes(2 * own, False) == [2] and sizes(2 * own - 1, False) == []
+
+
+def test_dropout_is_drawn_as_by_a_single_run():
+    x = torch.randn(3, 4, 5)
+    set_seed(0)
+    expected = torch.stack([nn.functional.dropout(x[0], 0.3), x[1], x[2]])[0]
+    set_seed(0)
+    with batched.SameDropout():
+        found = torch.func.vmap(nn.Dropout(0.3), randomness="same")(x)
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(found == 0, found[:1].expand_as(found) == 0)
+    with batched.SameDropout():
+        assert torch.equal(nn.Dropout(0.3).eval()(x), x)
+
+
+def custom_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"]
+    logits /= 2.0  # in place, as a user's loss may be
+    return nn.functional.cross_entropy(logits, labels)
+
+
+def loss_that_asks(outputs, labels, num_items_in_batch=None):
+    loss = nn.functional.cross_entropy(outputs["logits"], labels)
+    return loss if float(loss) < 1e9 else 0 * loss
+
+
+def token_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1].flatten(0, 1)  # [tokens, vocab]
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / labels[
+        :, 1:
+    ].ne(-100).sum().clamp(min=1)
+
+
+def pooled(model, hidden, inputs):
+    return model.classifier(hidden.mean(1))
+
+
+CASES = {
+    "classifier": (bert, {}, {}),
+    "label smoothing": (bert, {"label_smoothing_factor": 0.1}, {}),
+    "custom loss": (bert, {}, {"layer_loss_fn": custom_loss}),
+    "loss that asks": (bert, {}, {"layer_loss_fn": loss_that_asks}),
+    "custom readout": (bert, {}, {"readout": pooled}),
+    "mean readout": (bert, {}, {"readout": "mean"}),
+    "checkpointing": (
+        bert,
+        {
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        },
+        {},
+    ),
+    "autocast": (bert, {"bf16": True}, {}),
+    "accumulation": (bert, {"gradient_accumulation_steps": 2}, {}),
+    "exits": (bert, {"exit_targets": {2: 0.1}, "constrained_layers": [1]}, {}),
+    "hinge": (bert, {"objective": "hinge"}, {}),
+    "noise": (bert, {"noise_gamma": 0.5}, {}),
+    "language model": (gpt2, {}, {"layer_loss_fn": token_loss}),
+}
+NOT_BATCHED = ("loss that asks",)
+
+
+def run_of(kind, folder):
+    make, settings, extra = CASES[kind]
+    if make is bert:
+        model, rows = bert(num_layers=4, dropout=0.1), classification_data()
+    else:
+        model, rows = gpt2(num_layers=4, resid_pdrop=0.1), language_data()
+    settings = {
+        "max_steps": 20,
+        "initial_loss_bound": 1.2,
+        "dual_warmup_steps": 2,
+        # Adam would enlarge differences of gradients near 0.
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        **settings,
+    }
+    args = config(folder, **settings)
+    trainer = trained(model, args, train_dataset=rows, eval_dataset=rows[:16], **extra)
+    metrics = trainer.evaluate()
+    losses = {name: value for name, value in metrics.items() if "layer_loss" in name}
+    return trainer, losses, torch.rand(3)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_twenty_steps_equal_those_read_one_by_one(kind, tmp_path, runs, monkeypatch):
+    trainer, losses, draw = run_of(kind, tmp_path / "together")
+    assert bool(runs) == (kind not in NOT_BATCHED)
+    runs.clear()
+    monkeypatch.setattr(Readout, "check_batching", lambda *_: None)
+    other, expected, other_draw = run_of(kind, tmp_path / "alone")
+    assert not runs
+    tolerance = 1e-2 if kind == "autocast" else 1e-6
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(trainer.multipliers.values, other.multipliers.values, **close)
+    assert trainer.multipliers.values.any() or kind == "hinge"
+    assert losses == pytest.approx(expected, rel=10 * tolerance)
+    torch.testing.assert_close(
+        trainer.model.state_dict(),
+        other.model.state_dict(),
+        rtol=10 * tolerance,
+        atol=10 * tolerance,
+    )
+    assert torch.equal(draw, other_draw)

@@ -8,6 +8,7 @@ evaluation use the same object; [`find_layer_losses`] chooses.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,12 +78,13 @@ class ReplayedLosses:
 
     def find_batching(self, inputs: Mapping[str, Any]) -> None:
         """Find out on a batch whether all layers can be read by one run of what follows the stack."""
-        items = self.task.count(inputs)
-
-        def score(outputs):
-            return outputs, self.task(outputs, inputs, items)
-
+        score = partial(self._measured, inputs=inputs, items=self.task.count(inputs))
         self.readout.check_batching(self.task.model_inputs(inputs), score)
+
+    def _measured(self, outputs, inputs, items):
+        """A layer's outputs, their loss and that of each row, where it follows from the outputs."""
+        split = self._rows.split(outputs, inputs) if self._rows.has_form else None
+        return outputs, self.task(outputs, inputs, items), split
 
     def step(
         self,
@@ -149,13 +151,14 @@ class ReplayedLosses:
         items = count if self.task.loss_fn is not None else None
         losses, splits, scores = [], [], []
 
-        def read(layer, outputs, hidden):
-            losses.append(self.task(outputs, inputs, items))
-            splits.append(self._rows.split(outputs, inputs))
+        def read(layer, found, hidden):
+            outputs, loss, split = found
+            losses.append(loss)
+            splits.append(self._rows.split(outputs, inputs) if split is None else split)
             if score is not None:
                 scores.append(score(outputs, inputs))
 
-        with self.readout.attach(read):
+        with self.readout.attach(read, score=partial(self._measured, inputs=inputs, items=items)):
             outputs = model(**self.task.model_inputs(inputs))
         means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
         rows, is_split = self._rows.joined(splits, means, count)

@@ -35,6 +35,11 @@ class RowLosses:
         self._form = form
         self._calls_each_row = form is None and not task.uses_model_loss
 
+    @property
+    def has_form(self) -> bool:
+        """Whether the losses of rows come from the logits, by known operations."""
+        return self._form is not None
+
     def split(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
         """The loss of each row times its items, and its items, float32 `[rows, 2]`; `None` where that is not known."""
         if self._form is not None:

@@ -10,6 +10,7 @@ from huggingface_hub.constants import ENDPOINT
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from ..constraints.objectives import UNCONSTRAINED
+from ..evaluation.robustness import SUMMARIES
 
 
 TAGS = ["hf_descent", "descent"]
@@ -60,6 +61,31 @@ NO_METRICS += (
     "test_samples",
     "_steps",
 )
+# Settings of the dual step, which acts in "descent" alone.
+DUAL_SETTINGS = (
+    "dual_learning_rate", "dual_optim", "normalize_violations", "max_last_layer_rise", "dual_warmup_steps",
+    "dual_holdout", "resilience", "multiplier_max", "negative_weights", "normalize_weights",
+)  # fmt: skip
+# Values by which a setting is off.
+NEUTRAL = {
+    "resilience": 0,
+    "noise_gamma": 0,
+    "eval_gammas": [0],
+    "normalize_weights": False,
+    "gradient_accumulation_steps": 1,
+    "label_smoothing_factor": 0,
+    "max_steps": -1,
+    "weight_decay": 0,
+    "warmup_steps": 0,
+    "world_size": 1,
+    "dual_warmup_steps": 0,
+    "train_sampling_strategy": "random",
+}
+ANSWERS = {
+    "met": "**Yes, after layer {layer}.**",
+    "not met": "**No, not after layer {layer}.**",
+    "not shown": "**Not shown for layer {layer}.**",
+}
 # Tasks with a class in PEFT; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = (
     "CausalLM",
@@ -80,6 +106,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         "versions",
         "noise_curve",
         "exit_profile",
+        "speculation_profile",
     )
     card = {**card, **{name: card.get(name) or {} for name in may_be_missing}}
     auto_class, task = _task(card)
@@ -91,9 +118,9 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         metrics=[metric] if metric else None,
         **{name: card.get(name) for name in names},
     )
-    metrics = metrics_of(card["evaluation"])
+    metrics = _defined_metrics(card)
     title = "metric" + (f", {card['split']} data" if card.get("split") else "")
-    settings = {f"`{name}`": value for name, value in card["settings"].items() if value is not None}
+    settings = {f"`{name}`": value for name, value in settings_that_acted(card["settings"]).items()}
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -102,7 +129,66 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         metric_table=_table({title: metrics, "value": metrics.values()}),
         setting_table=_table({"setting": settings, "value": settings.values()}),
         is_constrained=card["objective"] not in UNCONSTRAINED,
+        is_noisy=any(float(name.split("@")[1]) for name in _noise_levels(card)),
+        asks_for_exits=bool(card["settings"].get("exit_targets")),
+        answers=answers(card),
     )
+
+
+def answers(card: Mapping[str, Any]) -> list[str]:
+    """A sentence for each exit of the verdict, and one for all other rows."""
+    verdict = card.get("verdict") or {}
+    rows = verdict.get("rows") or []
+    targets = (card.get("settings") or {}).get("exit_targets") or {}
+    allowed = {int(layer): 100 * share for layer, share in targets.items()}
+    sentences = []
+    others = []
+    for row in rows:
+        layer = int(row["name"].rpartition("_")[2])
+        if not row["name"].startswith("exit_") or layer not in allowed:
+            others.append(row["verdict"])
+            continue
+        rise = 100 * (row["reached"] / verdict["last_loss"] - 1)
+        sentences.append(
+            f"{ANSWERS[row['verdict']].format(layer=layer)} Its loss is {abs(rise):.1f} % "
+            f"{'above' if rise > 0 else 'below'} the last layer's; {allowed[layer]:g} % above was allowed."
+        )
+    if others:
+        sentences.append(
+            f"{others.count('met')} of {len(others)} layers do what was asked of them."
+        )
+    return sentences
+
+
+def settings_that_acted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those that a run with the others does not read, or that are off."""
+    known = {name: value for name, value in settings.items() if value is not None}
+    objective = known.get("objective", "erm")
+    has_targets = bool(known.get("exit_targets") or known.get("loss_targets"))
+    rows = known.get("descent_alpha", "targets" if has_targets else "line")
+    compares_layers = rows != "targets"
+
+    silent = {name for name, neutral in NEUTRAL.items() if known.get(name) == neutral}
+    if objective in UNCONSTRAINED:
+        silent |= {"descent_strength", "constrained_layers", "initial_loss_bound", "target_margin"}
+        silent |= {"readout_token_fraction"} if objective == "erm" else set()
+    if objective != "descent":
+        silent |= {*DUAL_SETTINGS}
+    if objective not in ("deep_supervision", "layerskip", "hinge", "quadratic"):
+        silent.add("penalty_coefficient")
+    if not compares_layers:
+        silent.add("descent_strength")
+    if not has_targets:
+        silent.add("target_margin")
+    if rows in ("line", "auto", "targets"):
+        silent.add("negative_weights")
+    if not known.get("resilience"):
+        silent |= {"resilience_form", "slack_learning_rate", "slack_restart"}
+    elif known.get("resilience_form") != "slack":
+        silent |= {"slack_learning_rate", "slack_restart"}
+    if known.get("max_steps", -1) > 0:
+        silent.add("num_train_epochs")
+    return {name: value for name, value in known.items() if name not in silent}
 
 
 def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
@@ -140,9 +226,25 @@ def _task(card) -> tuple[str | None, str | None]:
     return None, card.get("pipeline_tag")
 
 
+def _noise_levels(card) -> dict[str, float]:
+    """The values of the noise curve at its levels, by "metric@level"."""
+    values = card["noise_curve"].get("values", {})
+    return {name: value for name, value in values.items() if "@" in name}
+
+
+def _defined_metrics(card) -> dict[str, float]:
+    """The metrics of the evaluation whose names say what they are: no summaries of a noise curve."""
+    summaries = {f"{card['noise_curve'].get('metric')}_{name}" for name in SUMMARIES}
+    metrics = metrics_of(card["evaluation"])
+    return {name: value for name, value in metrics.items() if name not in summaries}
+
+
 def _eval_results(card, task) -> list[EvalResult]:
-    """One entry for each metric, each noise level and each summary of the noise curve; only finite numbers."""
+    """One entry for each metric, and for each level of noise above 0; only finite numbers, of four digits."""
     data = card.get("test_data") or next(iter(card.get("datasets") or []), None)
+    levels = {
+        name: value for name, value in _noise_levels(card).items() if float(name.split("@")[1])
+    }
     return [
         EvalResult(
             task_type=task or "other",
@@ -150,12 +252,10 @@ def _eval_results(card, task) -> list[EvalResult]:
             dataset_name=data or "held-out data",
             dataset_split=card.get("split"),
             metric_type=name.split("@")[0],
-            metric_name=name.replace("@", " at noise gamma "),
-            metric_value=float(value),
+            metric_name=name.replace("@", " with input noise of level "),
+            metric_value=float(f"{value:.4g}"),
         )
-        for name, value in (
-            metrics_of(card["evaluation"]) | card["noise_curve"].get("values", {})
-        ).items()
+        for name, value in (_defined_metrics(card) | levels).items()
         if value is not None and math.isfinite(value)
     ]
 

@@ -189,7 +189,8 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     run = Run.load(str(folder), needs_curve=False)
     groups = {card["model_name"]: [run]}
     drawn = {"layers": plot_layers} if run.profiles and not card["readout"] else {}
-    drawn |= {"noise": plot_curves} if run.curve and not card["readout"] else {}
+    is_noisy = run.curve is not None and max(run.curve.gammas) > 0
+    drawn |= {"noise": plot_curves} if is_noisy and not card["readout"] else {}
     card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
     text = str(
         render(card)
@@ -227,6 +228,11 @@ def _shown(result: Result) -> dict[str, Any]:
             shown["gamma"] = result.gamma
         case Certificate():
             shown |= {"gamma": result.gamma, "data_name": result.data_name, "items": result.items}
+            shown["last_loss"] = float(result.losses[-1])
+            shown["rows"] = [
+                {"name": name, "reached": float(reached), "verdict": verdict}
+                for name, reached, verdict in zip(result.rows, result.reached, result.verdicts)
+            ]
         case ExitProfile():
             layer = result.cheapest()
             shown["exit_layer"] = layer if layer < len(result.values) else None

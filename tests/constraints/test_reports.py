@@ -252,7 +252,7 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(
     assert not any("eval_descent_share" in log for log in evaluations)
     trainer.save_model()
     trainer.create_model_card()
-    assert "is met" not in (tmp_path / "README.md").read_text().split("## Use")[0]
+    assert "is met" not in (tmp_path / "README.md").read_text().split("## Load it")[0]
     numbers = isinstance(rows[0]["labels"], float) or make is denoiser
     profile = trainer.evaluate_layers(batch_size=2, metric="rmse" if numbers else "accuracy")
     assert not profile.feasible and "met" not in profile.certificate().verdicts

@@ -1,8 +1,10 @@
 """Cards from real short runs of both trainers, what the Hub reads in them, and what they say when little is known."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from huggingface_hub import parse_eval_result_entries
 from tiny import Stream, bert, classification_data, config, language_data, llama, word_tokenizer
 
 from hf_descent import DescentTrainer, cli
+from hf_descent.configs import DescentArguments
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from hf_descent.evaluation import Certificate, LayerProfile
 from hf_descent.evaluation.certificates import ALSO_SELECTED
-from hf_descent.hub.card import metrics_of, render
+from hf_descent.hub.card import answers, metrics_of, render, settings_that_acted
 from hf_descent.hub.push import collect, plain, write_card
 from hf_descent.runs import RunFolder
 
@@ -47,14 +50,15 @@ def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
     )
     assert {"mine", "hf_descent", "descent"} <= set(card.data.tags)
     found = results_of(card)
-    for gamma, mean in zip(("0", "0.5", "2"), curve.mean):
-        assert found[f"accuracy at noise gamma {gamma}"] == pytest.approx(mean)
-    assert found["accuracy_auc"] == pytest.approx(curve.auc)
-    assert found["loss"] == pytest.approx(metrics["eval_loss"])
+    for gamma, mean in zip(("0.5", "2"), curve.mean[1:]):
+        name = f"accuracy with input noise of level {gamma}"
+        assert found[name] == pytest.approx(mean, rel=1e-3)
+    assert not any("auc" in name for name in found)  # which a reader of the Hub cannot look up
+    assert found["loss"] == pytest.approx(metrics["eval_loss"], rel=1e-3)
+    assert all(value == float(f"{value:.4g}") for value in found.values())
     verdict = Certificate.from_json(tmp_path / "run" / "verdict.json")
-    assert (
-        str(verdict) in text.split("## Use")[0] and "0 of 3 rows are met" in text
-    )  # 16 rows are too few
+    assert str(verdict) in text.split("## Load it")[0]
+    assert "0 of 3 layers do what was asked of them" in text  # 16 rows are too few
     assert verdict.multipliers == trainer.multipliers.values.tolist()
     assert str(profile) in text and str(curve) in text
     assert (
@@ -144,6 +148,43 @@ def test_what_a_former_training_left_or_is_gone_is_not_said_of_this_model(tmp_pa
     }  # fmt: skip
 
 
+def test_a_card_answers_whether_the_model_may_stop_after_a_layer():
+    rows = [
+        ("exit_2", 1.2, "not met"),
+        ("exit_3", 0.9, "met"),
+        ("4", 0.5, "met"),
+        ("5", 0.5, "not shown"),
+    ]
+    verdict = {
+        "last_loss": 1.0,
+        "rows": [dict(zip(("name", "reached", "verdict"), row)) for row in rows],
+    }
+    settings = {"exit_targets": {"2": 0.05, 3: 0.1}}  # keys of JSON are strings
+    assert answers({"verdict": verdict, "settings": settings}) == [
+        "**No, not after layer 2.** Its loss is 20.0 % above the last layer's; 5 % above was allowed.",
+        "**Yes, after layer 3.** Its loss is 10.0 % below the last layer's; 10 % above was allowed.",
+        "1 of 2 layers do what was asked of them.",
+    ]
+    assert answers({"settings": {}}) == []
+
+
+def test_a_card_shows_settings_that_acted_alone():
+    def shown(**settings):
+        given = dataclasses.asdict(DescentArguments(**settings))
+        return settings_that_acted(given).keys()
+
+    assert {"descent_strength", "dual_learning_rate"} <= shown()
+    assert not {"penalty_coefficient", "slack_restart", "resilience_form", "noise_gamma"} & shown()
+    targets = shown(exit_targets={2: 0.1})
+    assert {"exit_targets", "target_margin"} <= targets and "descent_strength" not in targets
+    plain = shown(objective="erm", noise_gamma=0.5)
+    assert plain == {"objective", "noise_gamma"}
+    assert "penalty_coefficient" in shown(objective="deep_supervision")
+    assert "dual_learning_rate" not in shown(objective="deep_supervision")
+    assert {"resilience", "slack_learning_rate"} <= shown(resilience=0.1, resilience_form="slack")
+    assert "negative_weights" in shown(descent_alpha=0.1, negative_weights="keep")
+
+
 def test_a_card_without_evaluations_says_so(tmp_path):
     trained(tmp_path / "run", objective="erm").create_model_card()
     card, text = read(tmp_path / "run")
@@ -160,7 +201,7 @@ def test_a_card_without_evaluations_says_so(tmp_path):
         "eval_layer_loss_2": 0.9,
     }
     write_card(tmp_path / "bare", evaluation=evaluation)
-    assert "f_L = 0.9," in read(tmp_path / "bare")[1]
+    assert "the last layer's loss is 0.9," in read(tmp_path / "bare")[1]
     with pytest.raises(ValueError, match="holds no model"):
         cli.main(["card", str(tmp_path)])
     (tmp_path / "bare" / "eval_results.json").write_text("{")
@@ -181,14 +222,15 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     assert trainer.state.best_global_step < 6  # at such a rate training only spoils the model
     trainer.create_model_card()
     logged = results_of(read(tmp_path)[0])["loss"]
-    assert logged == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    assert logged == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-3)
     verdict = json.loads((tmp_path / "verdict.json").read_text())
-    assert verdict["losses"][-1] == pytest.approx(logged, rel=1e-5)
+    assert verdict["losses"][-1] == pytest.approx(logged, rel=1e-3)
     assert verdict["also_selected"] and "chosen its checkpoint" in read(tmp_path)[1]
     summary = RunFolder(tmp_path).summary
     assert summary["train_rows"] == summary["select_rows"] == 16
-    parts = "16 rows to train the weights on; the multipliers moved on the same; 16 were evaluated in training"
-    assert parts in read(tmp_path)[1] and "the verdict is on 16 items" in read(tmp_path)[1]
+    rows_of = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", read(tmp_path)[1], re.MULTILINE))
+    assert rows_of["trained the weights"] == rows_of["evaluated in training, to choose by"] == "16"
+    assert (rows_of["moved the multipliers"], rows_of["the verdict"]) == ("the same", "16 labels")
     for rows, same in (
         (classification_data(16, seed=6), False),
         (None, True),
@@ -231,7 +273,7 @@ def test_a_card_names_each_of_several_data_sets_and_those_of_training(tmp_path):
     assert "eval_a_model_preparation_time" in before  # before training, Trainer logs it
     trainer.create_model_card()
     assert results_of(read(tmp_path)[0]) == {
-        f"{name}_loss": pytest.approx(before[f"eval_{name}_loss"]) for name in sets
+        f"{name}_loss": pytest.approx(before[f"eval_{name}_loss"], rel=1e-3) for name in sets
     }
     trainer.train()
     trainer.save_model()
@@ -240,7 +282,7 @@ def test_a_card_names_each_of_several_data_sets_and_those_of_training(tmp_path):
     for given in (sets, sets["a"]):
         trainer.evaluate(given)
         assert verdict()["also_selected"]
-    assert "reached on held-out data:" in read(tmp_path)[1]
+    assert "Measured on held-out data:" in read(tmp_path)[1]
 
 
 def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_index(tmp_path):
@@ -322,7 +364,7 @@ def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path)
         assert json.loads((folder / "descent_config.json").read_text()) == before
         card, text = read(folder)
         assert "| `learning_rate` | 0.03 |" in text and results_of(card)["loss"] == pytest.approx(
-            metrics["eval_loss"]
+            metrics["eval_loss"], rel=1e-3
         )
         assert ("mine" in card.data.tags) == (folder == run)
 

@@ -105,7 +105,7 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
         max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4
     )
     trainer.create_model_card()
-    card = " ".join((tmp_path / "README.md").read_text().split("## Use")[0].split())
+    card = " ".join((tmp_path / "README.md").read_text().split("## Load it")[0].split())
     assert "this model was not trained to meet it" in card
     assert f"f_L = {losses[-1]:.4g} over 250 items, descent share {share:.2f}" in card
     # No share where f_L is not shown to be below chance, on too few rows too.

@@ -88,7 +88,7 @@ def test_text_classification(example):
 
 
 def test_early_exit_cuts_what_held_out_rows_allow(example):
-    flags = ["--layer", "2", "--excess", "5", "--max_steps", "150", "--learning_rate", "3e-3"]
+    flags = ["--layer", "2", "--excess", "1", "--max_steps", "150", "--learning_rate", "3e-3"]
     printed, folder = example("early_exit", "classifier", "texts", *flags)
     assert "1 of 1 rows are met" in printed and "layers a sample" in printed
     assert AutoModelForSequenceClassification.from_pretrained(folder / "cut").config.n_layers == 2

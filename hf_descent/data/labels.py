@@ -27,7 +27,8 @@ WHOLE = re.compile(r"(-?[1-9]\d*|0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 BOOLEANS = {"false": 0, "true": 1}
 UNKNOWN = (-1, -100)  # what people write for "no label", of which the second is PyTorch's
-NO_VALUE = {"na", "n/a", "nan", "none", "null", "nil", "?", "-"}
+NO_VALUE = {"na", "n/a", "#n/a", "<na>", "nan", "none", "null", "nil", r"\n", "?", "-"}
+NO_VALUE |= {"missing", "unknown", "unlabeled", "unlabelled"}
 NO_CLASS = "which is no class: give classes; for numbers write a script with `num_labels=1`"
 Label = str | bool | int | float | Decimal
 

@@ -182,7 +182,7 @@ def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
         load(write(tmp_path / f"rows{suffix}", [others[0], mark, others[1]]))
 
 
-@pytest.mark.parametrize("word", ["NA", "nan", "n/a", "None", "null", "?"])
+@pytest.mark.parametrize("word", ["NA", "nan", "<NA>", "None", "null", "?", r"\N", "unlabeled"])
 def test_no_value_beside_numbers_is_refused(tmp_path, word):
     with pytest.raises(ValueError, match="numbers or booleans but for .*leave these cells empty"):
         load(write(tmp_path / "rows.csv", ["0", "1", word]))

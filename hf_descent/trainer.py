@@ -10,9 +10,10 @@ import contextlib
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -150,17 +151,14 @@ class DescentMixin:
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         start = time.perf_counter()
+        if self._counts_by_task and self._task is None:
+            epoch_iterator = self._with_task_found(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:  # of data without a length Trainer goes on asking
             self._record.step_starts.append(start)
-        if (
-            batches
-            and self._reads_layers
-            and self._objective is None
-            and self._is_labelled(batches[0])
-        ):
-            # Before anything is counted: what a label counts is found out here, too.
-            self._prepare(self.model_wrapped, preparation.prepared(self, batches[0]))
+        if batches and self._reads_layers:
+            self._prepare_training(batches)
+
         self._step = StepSums()
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
@@ -172,40 +170,40 @@ class DescentMixin:
             self._objective.begin(self.state.global_step, self._step)
         return batches, num_items
 
-    def _get_num_items_in_batch(self, batch_samples, device):
-        if (
-            batch_samples
-            and self._task is None
-            and not self._reads_layers
-            and self._is_labelled(batch_samples[0])
-        ):
-            custom = self.compute_loss_func is not None or self.label_smoother is not None
-            if self.model_accepts_loss_kwargs or custom or not self._stock_scaling_is_right:
-                self._find_task(self.model_wrapped, preparation.prepared(self, batch_samples[0]))
-        return super()._get_num_items_in_batch(batch_samples, device)
+    @property
+    def _counts_by_task(self) -> bool:
+        """Whether Trainer counts the labels of plain training, which takes the shift of the labels."""
+        if self._reads_layers:
+            return False
+        has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        return self.model_accepts_loss_kwargs or has_own_loss or not self._stock_scaling_is_right
+
+    def _with_task_found(self, batches: Iterator) -> Iterator:
+        """The same batches, after the task loss was found on the first one."""
+        first = next(batches, None)
+        if first is None:
+            return iter(())
+        if self._is_labelled(first):
+            self._find_task(self.model_wrapped, preparation.prepared(self, first))
+        return chain([first], batches)
+
+    def _prepare_training(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Find out on the batches of a step what this run needs to know, before anything is counted."""
+        labelled = [batch for batch in batches if self._is_labelled(batch)]
+        if not labelled:
+            raise checks.without_labels(self, batches[0])
+        if not self._is_prepared(self.model_wrapped):
+            self._prepare(self.model_wrapped, preparation.prepared(self, labelled[0]))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labelled, is_step = self._is_labelled(inputs), model.training and torch.is_grad_enabled()
-        if not (self._reads_layers and (is_step or labelled)):
+        is_step = model.training and torch.is_grad_enabled()
+        is_labelled = self._is_labelled(inputs)
+        if not self._reads_layers or not (is_step or is_labelled):
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not labelled:
+        if not is_labelled:
             raise checks.without_labels(self, inputs)
-        # What is found out on the first batch comes before the noise, whose draws it must not use up.
-        self._prepare(model, inputs)
         if not is_step:
-            key = (
-                (self.args.process_index, self._evaluated.batches)
-                if self._record.by_strategy
-                else None
-            )
-            measured = self._objective.layers.measure(
-                model, inputs, keep_logits=return_outputs, key=key
-            )
-            labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
-            self._evaluated = self._evaluated.plus(measured, labels)
-            self._log_tokens(inputs, measured.outputs, measured.tokens)
-            loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
-            return (loss, measured.outputs) if return_outputs else loss
+            return self._evaluation_loss(model, inputs, return_outputs)
 
         with self._training_noise(model):
             losses = self._objective.read(model, inputs, keep_logits=return_outputs)
@@ -214,6 +212,20 @@ class DescentMixin:
         is_scaled = self._step.items is not None  # else each micro-batch is a mean
         objective = scaled_for_accumulation(self, objective, is_scaled, num_items_in_batch)
         return (objective, losses.outputs) if return_outputs else objective
+
+    def _evaluation_loss(self, model, inputs, return_outputs):
+        """f_L of a batch; the losses of all layers are added to those of the evaluation."""
+        key = None
+        if self._record.by_strategy:
+            key = (self.args.process_index, self._evaluated.batches)
+        measured = self._objective.layers.measure(
+            model, inputs, keep_logits=return_outputs, key=key
+        )
+        labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
+        self._evaluated = self._evaluated.plus(measured, labels)
+        self._log_tokens(inputs, measured.outputs, measured.tokens)
+        loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
+        return (loss, measured.outputs) if return_outputs else loss
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Trainer's own loss; scaled right where Trainer's is not."""
@@ -277,13 +289,15 @@ class DescentMixin:
             self._loss_shifts_labels = self._task.shifts_labels
         return self._task
 
+    def _is_prepared(self, model) -> bool:
+        """Whether the layers of this very model, with this head and these adapters, were found."""
+        return self._objective is not None and self._objective.layers.readout.fits(unwrapped(model))
+
     def _prepare(self, model, inputs) -> None:
         """Find the layers on the first batch, anew where the model has become another; build or load the dual side."""
         model = unwrapped(model)
         if self._objective is not None:
-            if self._objective.layers.readout.fits(model):
-                return
-            self._task = None
+            self._task = None  # the model has become another one
         inputs = preparation.shared_batch(inputs, self)
         task = self._find_task(model, inputs, is_shared=True)
         layers = preparation.find_layers(self, model, inputs, task, self._readout)
@@ -417,6 +431,9 @@ class DescentMixin:
             ):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
+        if not self._is_prepared(model):
+            with self.compute_loss_context_manager():
+                self._prepare(model, self._prepare_inputs(inputs))
         if prediction_loss_only:
             prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
         else:

@@ -190,9 +190,7 @@ class DescentMixin:
     def _prepare_training(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Find out on the batches of a step what this run needs to know, before anything is counted."""
         labelled = [batch for batch in batches if self._is_labelled(batch)]
-        if not labelled:
-            raise checks.without_labels(self, batches[0])
-        if not self._is_prepared(self.model_wrapped):
+        if labelled and not self._is_prepared(self.model_wrapped):
             self._prepare(self.model_wrapped, preparation.prepared(self, labelled[0]))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -202,6 +200,8 @@ class DescentMixin:
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
         if not is_labelled:
             raise checks.without_labels(self, inputs)
+        if not self._is_prepared(model):  # a subclass has just made the labels of this batch
+            self._prepare(model, inputs)
         if not is_step:
             return self._evaluation_loss(model, inputs, return_outputs)
 

@@ -407,7 +407,7 @@ def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):
 
 
 def test_one_of_several_evaluation_sets_is_named(tmp_path):
-    args = config(tmp_path, noise_sigma=1.0)
+    args = config(tmp_path, noise_sigma=1.0, eval_gammas=[0.0])
     trainer = DescentTrainer(bert(), args, eval_dataset={"a": DATA[:16], "b": DATA_TEST})
     metrics = trainer.evaluate()
     profile = trainer.evaluate_layers("a")

@@ -36,7 +36,7 @@ import lm_step
 from harness import ratios, report, take_turns, write
 from lm_step import ARMS
 
-from hf_descent.training.planning import PlannedModel
+from hf_descent.planning import PlannedModel
 
 
 ROOT = Path(__file__).parents[2]

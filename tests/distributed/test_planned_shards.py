@@ -9,7 +9,7 @@ from test_sharded import BACKENDS
 from tiny import config, language_data, llama
 from torch import stack
 
-from hf_descent.training.planning import PlannedModel
+from hf_descent.planning import PlannedModel
 
 
 def batch(size):

@@ -21,7 +21,8 @@ from transformers import (
 
 from hf_descent import DescentTrainer
 from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
-from hf_descent.training.planning import OPERATIONS, PlannedModel, narrow
+from hf_descent.planning.meter import OPERATIONS
+from hf_descent.planning.model import PlannedModel, narrow
 
 
 ROWS, LENGTH, VOCAB, STEPS, OPTIMIZER = 4, 48, 700, 2, "adamw_torch_fused"

@@ -6,6 +6,8 @@ CONTRIBUTING.md has an order to read the modules in.
 import importlib
 from typing import TYPE_CHECKING
 
+from .extras import extra_needed
+
 
 __version__ = "0.2.0"
 
@@ -28,18 +30,6 @@ _EXPORTS = {
 }
 __all__ = list(_EXPORTS)
 
-# By the module that is missing, the extra that installs it.
-EXTRAS = {
-    "trl": "sft",
-    "peft": "peft",
-    "optuna": "tune",
-    "av": "video",
-    "dp_accounting": "privacy",
-    "gradio": "show",
-}
-EXTRAS |= dict.fromkeys(("onnx", "onnxscript"), "onnx")
-INSTALL = "`pip install '.[{0}]'` in a clone of hf_descent, else 'hf_descent[{0}]'"
-
 if TYPE_CHECKING:
     from .configs import DescentConfig as DescentConfig
     from .configs import Seq2SeqDescentConfig as Seq2SeqDescentConfig
@@ -61,14 +51,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
+    with extra_needed(f"`{name}`"):
         module = importlib.import_module(f".{_EXPORTS[name]}", __name__)
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS:
-            raise
-        raise ImportError(
-            f"`{name}` needs {error.name}: {INSTALL.format(EXTRAS[error.name])}"
-        ) from error
     return getattr(module, name)
 
 

@@ -18,9 +18,10 @@ from typing import Any
 
 import yaml
 
-from . import EXTRAS, INSTALL, __version__
+from . import __version__
 from .commands.arguments import TRAINING, parse_recipe, refuse
 from .commands.launch import check_processes, launch, launch_arguments
+from .extras import EXTRAS, INSTALL
 
 
 COMMANDS = {

@@ -1,6 +1,7 @@
 """Tiny supervised fine-tuning: data of every kind that TRL takes, and trainers on it."""
 
 import copy
+from dataclasses import dataclass
 
 import tiny
 import torch
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 from trl import SFTConfig
 
 from hf_descent import SFTDescentConfig, SFTDescentTrainer
+from hf_descent.compat import CheckpointingArguments
 
 
 LAYERS = 3
@@ -62,15 +64,20 @@ def chats(count=32, start=0):
     return Dataset.from_list([{"messages": messages} for messages in found])
 
 
+@dataclass
+class StockConfig(CheckpointingArguments, SFTConfig):
+    """TRL's arguments, under the same names with any release of transformers."""
+
+
 def make(
     cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given
 ):
     given = {
         "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no",
         "logging_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
-        "activation_checkpointing": False, **given,
+        "activation_checkpointing": False, "loss_type": "nll", **given,
     }  # fmt: skip
-    config = SFTDescentConfig if cls is SFTDescentTrainer else SFTConfig
+    config = SFTDescentConfig if cls is SFTDescentTrainer else StockConfig
     return cls(
         model(), config(str(folder), **given), train_dataset=data(),
         eval_dataset=data(9, 40) if eval_data is None else eval_data, processing_class=copy.deepcopy(TOKENIZER),

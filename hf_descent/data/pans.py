@@ -2,8 +2,13 @@
 
 import numpy as np
 import torch
-from scipy.ndimage import map_coordinates
-from sklearn.datasets import load_sample_images
+
+from ..extras import extra_needed
+
+
+with extra_needed("The bundled photographs"):
+    from scipy.ndimage import map_coordinates
+    from sklearn.datasets import load_sample_images
 
 
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601

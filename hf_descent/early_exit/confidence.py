@@ -1,18 +1,19 @@
 """Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from accelerate.utils import find_batch_size
-from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import ModelOutput, logging
 
 from ..evaluation.scoring import Evaluation, Result
+from ..extras import extra_needed
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, evaluating, output_logits
 from ..readout.stack import map_tensors
@@ -248,13 +249,16 @@ def _loosest_threshold(
     Fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052): candidates are tested from
     the strictest to the first that fails, and so need no correction for their number.
     """
+    with extra_needed("The calibration of exits by confidence"):
+        from scipy.stats import binom
+
     met = np.unique(unsure[unsure >= 0])
     candidates = np.append(
         (met[1:] + met[:-1]) / 2, 1.0
     )  # between them, so that rounding moves no sample
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
-    loosest, quantile = 0.0, norm.ppf(confidence)
+    loosest, quantile = 0.0, statistics.NormalDist().inv_cdf(confidence)
     for threshold in candidates:
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
         lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from ..configs import upper_level
+from ..extras import extra_needed
 from ..runs import RunFolder
 from .certificates import Certificate
 from .profile import LayerProfile
@@ -192,6 +192,9 @@ def difference(
     means = [np.mean([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
     estimate = float(means[1] - means[0])
     tables = [after - before] if paired else [before, after]
+
+    with extra_needed("The comparison of runs"):
+        from scipy import stats
 
     blocks = before.shape[1]
     of_data = (after.mean(axis=0) - before.mean(axis=0)).var(ddof=1) / blocks

@@ -4,17 +4,21 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from ..constraints.objectives import UNCONSTRAINED
+from ..extras import extra_needed
 from ..files import atomic_write, plain
 from .certificates import Certificate
 from .comparison import Comparison, Run, shared_levels
+
+
+with extra_needed("A figure"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 
 COLORS, LINES, MARKERS = ("black", "0.5", "0.7"), ("-", "--", "-.", ":"), "os^Dvx*<P>"

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from scipy import stats
+
+from ..special import student_t_quantile
 
 
 BLOCKS = 32
@@ -51,7 +52,7 @@ def radius(
         return float("nan")
     values = pseudo_values(statistic, blocks)
     error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
-    return stats.t.ppf(1 - (1 - confidence) / 2, len(values) - 1) * error
+    return student_t_quantile(1 - (1 - confidence) / 2, len(values) - 1) * error
 
 
 class BlockSums:

@@ -20,9 +20,9 @@ from ..configs import upper_level
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import Run
-from ..evaluation.plots import plot_curves, plot_layers, save_figure
 from ..evaluation.robustness import SUMMARIES
 from ..evaluation.scoring import Result
+from ..extras import is_installed
 from ..files import atomic_write, find_json, plain
 from ..loading import ADAPTER, no_model_in
 from ..runs import RunFolder
@@ -181,6 +181,16 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     return plain(card)
 
 
+def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[str]:
+    """Draw what was measured of a run; the names of the files."""
+    from ..evaluation.plots import plot_curves, plot_layers, save_figure
+
+    drawn = {"layers": plot_layers} if run.profiles else {}
+    is_noisy = run.curve is not None and max(run.curve.gammas) > 0
+    drawn |= {"noise": plot_curves} if is_noisy else {}
+    return [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
+
+
 def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     """Write `model_card.json`, `README.md` with its figures, a benchmark's result in the Hub's own format and, where
     drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`], whose values
@@ -188,10 +198,8 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     folder, card = Path(folder), collect(folder, **facts)
     run = Run.load(str(folder), needs_curve=False)
     groups = {card["model_name"]: [run]}
-    drawn = {"layers": plot_layers} if run.profiles and not card["readout"] else {}
-    is_noisy = run.curve is not None and max(run.curve.gammas) > 0
-    drawn |= {"noise": plot_curves} if is_noisy and not card["readout"] else {}
-    card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
+    draws = is_installed("matplotlib") and not card["readout"]
+    card["figures"] = _save_figures(run, groups, folder) if draws else []
     text = str(
         render(card)
     )  # before anything is written, so that a card that fails leaves the old one

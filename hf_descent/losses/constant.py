@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
-from scipy.special import digamma, entr, hyperu
 from transformers.utils import ModelOutput
 
 from ..readout.labels import IGNORE_INDEX, labels_of, names_of_labels
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors
+from ..special import digamma, entr, scaled_exponential_integral
 from .class_weights import ClassWeights, find_class_weights
 from .task import TaskLoss
 
@@ -182,7 +182,7 @@ def entropy(counts: np.ndarray, label_smoothing: float = 0.0) -> float:
         # The sum over k >= size of what is unseen after k labels, divided by k: once / size at first, and less by the
         # share once / (once + size * left) with each label.
         decay = size * math.log1p(once / (size * left))
-        found += once / size * hyperu(1, 1, decay)  # e^x E1(x), the integral for the sum
+        found += once / size * scaled_exponential_integral(decay)  # the integral for the sum
     found = min(found, math.log(classes))
     if not label_smoothing:
         return found

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.fft import dct
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.type_validators import interval
@@ -113,7 +112,10 @@ def symmetric_attention(
 
 def orthonormal_dct(size: int) -> torch.Tensor:
     """The orthonormal DCT-II matrix `[size, size]`: row k is the cosine of frequency k."""
-    return torch.from_numpy(dct(np.eye(size), norm="ortho", axis=0)).float()  # [frequency, sample]
+    frequencies, samples = np.arange(size)[:, None], np.arange(size)
+    rows = np.sqrt(2 / size) * np.cos(np.pi / size * frequencies * (samples + 0.5))
+    rows[0] /= np.sqrt(2)
+    return torch.from_numpy(rows).float()  # [frequency, sample]
 
 
 def denoising_loss(

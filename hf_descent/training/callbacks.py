@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from ..configs import LAYER_LOSS, PER_LAYER
 from ..constraints.objectives import UNCONSTRAINED
 from ..evaluation import Certificate
-from ..evaluation.plots import pixels, plot_evaluation
+from ..extras import is_installed
 
 
 def show_messages(args: TrainingArguments) -> None:
@@ -88,8 +88,12 @@ class DescentCallback(TrainerCallback):
             each for each in self.others if isinstance(each, TensorBoardCallback | TrackioCallback)
         ]
         names = [name for name in metrics if LAYER_LOSS.search(name)]
-        if not (trackers and names and state.is_world_process_zero):
+        draws = is_installed("matplotlib")
+        if not (trackers and names and draws and state.is_world_process_zero):
             return
+
+        from ..evaluation.plots import pixels, plot_evaluation
+
         facts = self.certificate(), args.gamma_train, args.objective not in UNCONSTRAINED
         image = pixels(plot_evaluation([metrics[name] for name in names], *facts))
         ((name, image),) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): image}).items()

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import DynamoBackend
-from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -14,6 +13,7 @@ from transformers.trainer_utils import has_length
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentArguments
 from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
 from ..constraints.state import DescentState
+from ..extras import is_dataset
 from ..loading import has_position_table, position_limit
 from ..logs import get_logger
 from ..readout.labels import IGNORE_INDEX, labels_of
@@ -179,9 +179,9 @@ def _check_classes(
     if problem in ("regression", "multi_label_classification"):
         return
     for argument, data in datasets.items():
-        is_dataset = isinstance(data, Dataset) and data.format["type"] != "custom"
+        is_stored = is_dataset(data) and data.format["type"] != "custom"
         if (
-            not (is_dataset or isinstance(data, list))
+            not (is_stored or isinstance(data, list))
             or not data
             or not isinstance(first := data[0], Mapping)
         ):
@@ -191,7 +191,7 @@ def _check_classes(
         if name is None or np.ndim(first[name]):
             continue
         values = np.asarray(
-            data.with_format("numpy")[name][:] if is_dataset else [row.get(name) for row in data]
+            data.with_format("numpy")[name][:] if is_stored else [row.get(name) for row in data]
         )
         if values.dtype.kind not in "iu":
             continue
@@ -271,7 +271,7 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
         )
 
 
-def check_some_labels(dataset: Dataset, name: str, max_length: int | None) -> None:
+def check_some_labels(dataset, name: str, max_length: int | None) -> None:
     """ValueError where no token of a tokenised data set has a label."""
     if not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
         given = f"The {name} dataset has no token with a label after masking and cutting to `max_length`={max_length}"

@@ -5,14 +5,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from datasets import Dataset
-from pyarrow import ListScalar
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import DescentArguments
+from ..extras import is_dataset
 from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import inner_model
@@ -31,14 +30,14 @@ def row_keys(trainer: Trainer, rows) -> list[int]:
     """Hashes of the main input in `rows`, with images or sound beside it: of at most 100,000 drawn at random. None of
     data whose rows may cost something to read: of other kinds than a list or a `Dataset` as it is stored."""
     name = getattr(inner_model(trainer.model), "main_input_name", "input_ids")
-    is_dataset = isinstance(rows, Dataset) and rows.format["type"] != "custom"
-    first = rows.features if is_dataset else rows[0] if isinstance(rows, list) and rows else None
+    is_stored = is_dataset(rows) and rows.format["type"] != "custom"
+    first = rows.features if is_stored else rows[0] if isinstance(rows, list) and rows else None
     if not isinstance(first, Mapping) or name not in first:
         return []
     chosen = sorted(np.random.default_rng(0).permutation(len(rows))[:MOST_ROWS].tolist())
     names = dict.fromkeys([name, "pixel_values", "pixel_values_videos", "input_features"])
-    rows = rows.select(chosen) if is_dataset else [rows[row] for row in chosen]
-    columns = [_stored(rows, name) for name in names if name in first] if is_dataset else []
+    rows = rows.select(chosen) if is_stored else [rows[row] for row in chosen]
+    columns = [_stored(rows, name) for name in names if name in first] if is_stored else []
     columns = columns or [[row.get(name) for row in rows] for name in names]
     return [
         hash(tuple(_content(value) for value in values if value is not None))
@@ -46,8 +45,10 @@ def row_keys(trainer: Trainer, rows) -> list[int]:
     ]
 
 
-def _stored(rows: Dataset, name: str) -> Iterator:
+def _stored(rows, name: str) -> Iterator:
     """The values of a column, flat: images and sound are not decoded, nor nested lists built, which would be slow."""
+    from pyarrow import ListScalar  # which comes with `datasets`
+
     for table in rows.with_format("arrow", columns=[name]).iter(batch_size=32):
         for value in table[name]:
             value = getattr(value, "value", value)  # the lists of an `Array3D`
@@ -122,7 +123,7 @@ def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
     own = next((name for name, rows in evaluation_sets(trainer).items() if rows is given), None)
     keys = record.evaluated.get(own, [])
     if own is None and (seen or evaluated):
-        rows = trainer._held_out(given) if isinstance(given, Dataset) else given
+        rows = trainer._held_out(given) if is_dataset(given) else given
         keys = row_keys(
             trainer, rows.dataset if isinstance(rows, DataLoader) else rows
         )  # TRL's, tokenised

@@ -9,7 +9,7 @@ from typing import Any
 
 # By the module that is missing, the extra that installs it.
 EXTRAS = {
-    **dict.fromkeys(("datasets", "evaluate", "matplotlib", "PIL", "scipy", "sklearn"), "commands"),
+    **dict.fromkeys(("datasets", "evaluate", "matplotlib", "scipy", "sklearn"), "commands"),
     "trl": "sft",
     "peft": "peft",
     "optuna": "tune",

@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import sys
-import tomllib
 
 import pytest
 from architectures import T5, build
@@ -151,6 +150,7 @@ def test_examples_are_short_and_name_what_they_need(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 75
     header = re.search(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)[1]
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
     header = tomllib.loads(re.sub(r"^# ?", "", header, flags=re.MULTILINE))
     (needed,), setup = header["dependencies"], configparser.ConfigParser()
     assert needed.startswith("hf_descent") and header["tool"]["uv"]["sources"] == {

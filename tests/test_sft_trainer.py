@@ -512,7 +512,7 @@ def test_importing_the_package_needs_neither_trl_nor_peft():
         "from hf_descent import DescentTrainer, DescentConfig, EmbeddingNoise\n"
         "try:\n    hf_descent.SFTDescentTrainer\nexcept ImportError as error:\n    print(error)"
     )
-    assert "`SFTDescentTrainer` needs trl: `pip install '.[sft]'` in a clone" in python("-c", code)
+    assert "`SFTDescentTrainer` needs trl: `pip install 'hf_descent[sft]'`" in python("-c", code)
 
 
 @pytest.mark.parametrize("coefficient", [None, 5.0])

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
                 name: value for name, value in results.items() if name.startswith(f"{prefix}_")
             }
             written = (folder / f"{prefix}_results.json").stat().st_mtime
-            card["evaluated"] = datetime.fromtimestamp(written, UTC).date().isoformat()
+            card["evaluated"] = datetime.fromtimestamp(written, timezone.utc).date().isoformat()
             losses = run.read("layer_profile.json").get("losses")
             loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
             if loss and not math.isclose(

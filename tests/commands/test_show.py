@@ -162,7 +162,7 @@ def test_without_gradio_it_says_how_to_install_it(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["hf-descent", "show", str(tmp_path)])
     with pytest.raises(SystemExit):
         cli.console()
-    assert "`pip install '.[show]'` in a clone" in capsys.readouterr().err
+    assert "`pip install 'hf_descent[show]'`" in capsys.readouterr().err
 
 
 def test_it_begins_with_the_threshold_that_was_calibrated(tmp_path, monkeypatch):

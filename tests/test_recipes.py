@@ -39,6 +39,8 @@ ELSEWHERE = (
     "python3 -m venv ",
     "pip install ",
     "uv run ",
+    "hf jobs ",
+    "python -m build",
     "python recipes/examples/",
 )
 READMES = {

@@ -12,15 +12,31 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import as_validated_field
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
-from transformers.utils.type_validators import interval
 
 
-positive, nonnegative = (
-    interval(min=0, exclude_min=True),
-    interval(min=0),
-)  # fields of configurations
+# Fields of configurations: `field: float = positive(default=1.0)`. The `interval` of older transformers takes a limit
+# of 0 for none.
+
+
+@as_validated_field
+def positive(value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"Value must be greater than 0, got {value}.")
+
+
+@as_validated_field
+def nonnegative(value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"Value must be greater or equal to 0, got {value}.")
+
+
+@as_validated_field
+def share(value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"Value must be greater than 0 and smaller or equal to 1, got {value}.")
 
 
 @dataclass

@@ -21,10 +21,9 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
-from transformers.utils.type_validators import interval
 
 from .linear_readout import classify
-from .unrolling import PatchDenoiser, orthonormal_dct, positive, symmetric_attention
+from .unrolling import PatchDenoiser, orthonormal_dct, positive, share, symmetric_attention
 
 
 @strict
@@ -46,7 +45,7 @@ class UTConfig(PreTrainedConfig):
 
     hidden_size: int = positive(default=256)
     num_hidden_layers: int = positive(default=5)
-    attention_step: float | int = interval(min=0, max=1, exclude_min=True)(default=1.0)
+    attention_step: float | int = share(default=1.0)
     loss_scale: float | int = positive(default=0.5)
     vocab_size: int = positive(default=30522)
 

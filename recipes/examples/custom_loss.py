@@ -1,9 +1,10 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["hf_descent"]
+# requires-python = ">=3.10"
+# dependencies = ["hf_descent[commands]"]
 #
-# [tool.uv.sources]
-# hf_descent = { path = "../.." }
+# [tool.hf-jobs]
+# flavor = "t4-small"
+# timeout = "2h"
 # ///
 """A loss and a readout of your own: the focal loss of every layer, each read by the largest value over the tokens.
 

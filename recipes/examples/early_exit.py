@@ -1,9 +1,10 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["hf_descent"]
+# requires-python = ">=3.10"
+# dependencies = ["hf_descent[commands]"]
 #
-# [tool.uv.sources]
-# hf_descent = { path = "../.." }
+# [tool.hf-jobs]
+# flavor = "t4-small"
+# timeout = "2h"
 # ///
 """Train a classifier that may stop early, and cut it only where held-out rows show what that costs.
 

@@ -1,9 +1,11 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["hf_descent"]
+# requires-python = ">=3.10"
+# dependencies = ["hf_descent[commands]"]
 #
-# [tool.uv.sources]
-# hf_descent = { path = "../.." }
+# [tool.hf-jobs]
+# flavor = "t4-small"
+# timeout = "2h"
+# secrets = ["HF_TOKEN"]
 # ///
 """Train, measure and push: the weights, a model card with the results, and the files that they came from.
 

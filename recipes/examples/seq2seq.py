@@ -1,9 +1,10 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["hf_descent"]
+# requires-python = ">=3.10"
+# dependencies = ["hf_descent[commands]"]
 #
-# [tool.uv.sources]
-# hf_descent = { path = "../.." }
+# [tool.hf-jobs]
+# flavor = "a10g-small"
+# timeout = "4h"
 # ///
 """Summarise with an encoder-decoder whose every decoder layer lowers the token loss.
 

@@ -1,9 +1,10 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.10"
 # dependencies = ["hf_descent[sft]"]
 #
-# [tool.uv.sources]
-# hf_descent = { path = "../.." }
+# [tool.hf-jobs]
+# flavor = "a10g-large"
+# timeout = "4h"
 # ///
 """Supervised fine-tuning of a language model by LoRA, with noise on the token embeddings.
 

@@ -1,9 +1,10 @@
 # /// script
-# requires-python = ">=3.11"
-# dependencies = ["hf_descent"]
+# requires-python = ">=3.10"
+# dependencies = ["hf_descent[commands]"]
 #
-# [tool.uv.sources]
-# hf_descent = { path = "../.." }
+# [tool.hf-jobs]
+# flavor = "t4-small"
+# timeout = "2h"
 # ///
 """Fine-tune a text classifier whose every layer lowers the loss.
 

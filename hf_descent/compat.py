@@ -1,6 +1,8 @@
 """Everything that depends on the version of a library, found out by what the library has, never by its number.
 
 A function or class here does on an old release what a newer one does by itself. `setup.cfg` names the oldest releases.
+Here, too, stand all private names of other libraries that this one uses, with the reason why there is no public one.
+`tests/test_compat.py` fails when a new release has lost one, when another is used, and when one is not used any more.
 """
 
 import contextlib
@@ -14,6 +16,96 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+# ---- private names ----
+
+# Methods of Trainer that `DescentMixin` overrides.
+OVERRIDDEN = {
+    "_evaluate": "evaluations by `eval_strategy` may leave out tokens, others not",
+    "_finalize_training": "a run that resumes at its end reads no batch, but loads its best model",
+    "_get_dataloader": "training leaves out the rows of `dual_holdout`, with Trainer's own sampler",
+    "_get_num_items_in_batch": "it has to know first whether labels are shifted",
+    "_inner_training_loop": "a new trial or batch size starts with fresh multipliers",
+    "_load_best_model": "the multipliers of that checkpoint come back with it",
+    "_load_callback_state": "the readable multipliers in trainer_state.json are those of no callback",
+    "_load_from_checkpoint": "weights whose names on disk differ are loaded under their own names",
+    "_prepare_dataset": "TRL's: rows without a label are refused when they are prepared",
+    "_prepare_inputs": "TRL's: a cache would hide the borders of packed documents",
+    "_save_optimizer_and_scheduler": "the dual state belongs to the checkpoint",
+    "_save_rng_state": "the last file but one, after which a checkpoint's checksums are written",
+}
+# By module, names that are read or called.
+PRIVATE_NAMES = {
+    "transformers.trainer": {
+        "_get_collator_with_removed_columns": "with the columns that TRL keeps",
+        "_loss_shifts_labels": "Trainer goes by the name of the class, which is not reliable",
+        "_train_batch_size": "what `auto_find_batch_size` has found",
+    },
+    "transformers.training_args": {"_n_gpu": "set by hand where `nn.DataParallel` is to be off"},
+    "transformers.modeling_utils": {
+        "_from_config": "builds a model of a class without weights",
+        "_hf_hook": "what accelerate has put around a model",
+        "_hf_peft_config_loaded": "whether a model without a wrapper of PEFT has adapters",
+        "_is_stateful": "whether a model keeps a state in place of a cache",
+        "_loss_function": "the loss that a user has set",
+    },
+    "transformers.core_model_loading": {
+        "_weight_conversions": "under which names a model's weights are saved",
+    },
+    "transformers.modeling_layers": {
+        "_gradient_checkpointing_func": "what a layer calls to checkpoint itself, before 5.23",
+    },
+    "transformers.configuration_utils": {"_name_or_path": "where a model was loaded from"},
+    "transformers.utils.generic": {
+        "_local_mapping": "the registry of mask functions has no public way to be restored",
+    },
+    "transformers.generation.utils": {
+        "_eos_token_tensor": "`custom_generate` gets the prepared configuration alone",
+        "_is_user_defined": "marks a cache that the caller passed to `generate`",
+        "_optimize_model_for_decode": "`generate` does the same before it decodes",
+        "_pad_token_tensor": "as `_eos_token_tensor`",
+        "_prefill": "the forward of the prompt, in chunks where asked for",
+        "_supports_logits_to_keep": "whether a model can compute the last logits alone",
+    },
+    "trl.trainer.sft_trainer": {
+        "_formatting_func": "evaluation data are prepared as TRL does it",
+        "_metrics": "where TRL collects what it logs",
+        "_skip_prepare_dataset": "whether the user has prepared the data",
+        "_tag_names": "the tags of a model card, as TRL's trainers name them",
+        "_total_train_tokens": "TRL would count from nothing after a resume",
+    },
+    "trl.trainer.base_trainer": {"_paper": "the paper of a model card"},
+    "accelerate.accelerator": {
+        "_is_accelerate_prepared": "an evaluation marks a bare model so, and DDP would not wrap it",
+        "_models": "whether a model was prepared already",
+    },
+    "peft.tuners.tuners_utils": {"_disable_adapters": "whether the adapters of a layer are on"},
+    "torch.nn.modules.module": {
+        "_buffers": "a module's own, to be put back after a conversion",
+        "_call_impl": "the entrance of a module outside of its hooks",
+        "_compiled_call_impl": "the same, of a compiled one",
+        "_parameters": "as `_buffers`",
+    },
+    "torch.nn.modules.batchnorm": {"_NormBase": "all norms with running statistics"},
+    "torch._dynamo.eval_frame": {"_orig_mod": "the module inside a compiled one"},
+    "torch._ops": {"_overloadpacket": "an operation of any types"},
+    "torch._tensor": {"_version": "whether a replay has written into a recorded tensor"},
+    "torch._subclasses.fake_tensor": {"_subclasses": "tensors without values, to plan a step"},
+    "torch.distributed.tensor._api": {"_local_tensor": "the part of a sharded tensor that is here"},
+    "torch.testing._internal.distributed.fake_pg": {
+        "_internal": "a process group that talks to nobody, to plan a step",
+    },
+    "torch.utils._pytree": {"_pytree": "tensors within any outputs"},
+    "torch.utils._python_dispatch": {"_python_dispatch": "counts operations, to plan a step"},
+    "torch.ops.aten": {
+        "_grouped_mm": "its operations are counted, to plan a step",
+        "_scaled_dot_product_flash_attention_for_cpu": "as `_grouped_mm`",
+        "_scaled_dot_product_flash_attention_for_cpu_backward": "as `_grouped_mm`",
+        "_to_copy": "as `_grouped_mm`",
+        "_unsafe_view": "as `_grouped_mm`",
+    },
+}
 
 
 # ---- gradient accumulation: transformers before 5.19 ----

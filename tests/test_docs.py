@@ -172,11 +172,6 @@ def test_examples_are_short_and_name_what_they_need(path):
         }
 
 
-<<<<<<< HEAD
-def test_the_script_of_the_readme_ends_in_a_folder_that_the_commands_continue(
-    local, tmp_path, monkeypatch, capsys
-):
-=======
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_start_as_jobs_on_the_hub(path):
     headers = pytest.importorskip("huggingface_hub.cli._uv_script_header")
@@ -185,9 +180,9 @@ def test_examples_start_as_jobs_on_the_hub(path):
     assert header.timeout and header.secrets == (["HF_TOKEN"] if "push" in path.stem else [])
 
 
-@pytest.mark.parametrize("steps", [38, pytest.param(380, marks=pytest.mark.slow)])
-def test_the_script_of_the_readme(steps, tmp_path, monkeypatch, capsys):
->>>>>>> 04c04be (Let examples start outside of a clone and as jobs on the Hub; check numbers of configurations by rules of our own)
+def test_the_script_of_the_readme_ends_in_a_folder_that_the_commands_continue(
+    local, tmp_path, monkeypatch, capsys
+):
     (script,) = python_blocks(README)
     assert len(re.findall(r"^.", script, re.MULTILINE)) <= 15
     hub_names = {

@@ -47,10 +47,8 @@ def student_t_quantile(probability: float, freedom: int) -> float:
         angles = angle * (NODES + 1) / 2
         return angle / 2 * (WEIGHTS @ np.cos(angles) ** (freedom - 1))
 
-    log_total = math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2)
-    total = math.sqrt(math.pi) / 2 * math.exp(log_total)  # of all angles from 0 to pi / 2
-    wanted = (2 * probability - 1) * total
-    low, high = 0.0, math.pi / 2
+    low, high = 0.0, min(math.pi / 2, 12 / math.sqrt(freedom))  # nothing is beyond 12 deviations
+    wanted = (2 * probability - 1) * mass(high)
     for _ in range(60):
         middle = (low + high) / 2
         if mass(middle) < wanted:

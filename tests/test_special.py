@@ -1,4 +1,4 @@
-"""The special functions of the package against SciPy's, and training in an environment without the extras."""
+"""The special functions of the package against SciPy's."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from scipy import stats
 from hf_descent import special
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 11, 31, 399])
+@pytest.mark.parametrize("freedom", [1, 2, 3, 11, 31, 399, 10_000, 1_000_000])
 @pytest.mark.parametrize("probability", [0.5, 0.6, 0.95, 0.975, 0.9995])
 def test_student_t_quantile(probability, freedom):
     found = special.student_t_quantile(probability, freedom)
-    assert found == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-10, abs=1e-12)
+    assert found == pytest.approx(stats.t.ppf(probability, freedom), rel=1e-8, abs=1e-12)
 
 
 @pytest.mark.parametrize("x", [1e-8, 1e-3, 0.5, 1.0, 1.0001, 2.0, 10.0, 700.0, 1e6])

@@ -15,8 +15,8 @@ Statistical Society B 54: 221-228.
 from collections.abc import Callable
 
 import numpy as np
-from scipy import stats
 
+from ..special import student_t_quantile
 from .sums import check_confidence
 
 
@@ -100,7 +100,7 @@ def _upper_limit(rows: np.ndarray, confidence: float, least_rows: int) -> np.nda
 
 def _corrected_quantile(skewness: np.ndarray, size: int, confidence: float) -> np.ndarray:
     """The lower quantile of the t statistic of rows of this skewness, by the inverse of Hall's transformation."""
-    quantile = stats.t.ppf(1 - confidence, size - 1)
+    quantile = -student_t_quantile(confidence, size - 1)
     scaled = skewness / np.sqrt(size)
     root = np.cbrt(1 + scaled * (quantile - scaled / 6)) - 1
     is_symmetric = np.abs(scaled) < 1e-8

@@ -25,7 +25,6 @@ OVERRIDDEN = {
     "_evaluate": "evaluations by `eval_strategy` may leave out tokens, others not",
     "_finalize_training": "a run that resumes at its end reads no batch, but loads its best model",
     "_get_dataloader": "training leaves out the rows of `dual_holdout`, with Trainer's own sampler",
-    "_get_num_items_in_batch": "it has to know first whether labels are shifted",
     "_inner_training_loop": "a new trial or batch size starts with fresh multipliers",
     "_load_best_model": "the multipliers of that checkpoint come back with it",
     "_load_callback_state": "the readable multipliers in trainer_state.json are those of no callback",

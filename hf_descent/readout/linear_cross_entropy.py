@@ -14,7 +14,7 @@ from torch import nn
 
 from .labels import IGNORE_INDEX
 from .stack import map_tensors
-from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Workspace
+from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerGroup, TiledReader, Workspace
 
 
 # A token's weight multiplies its normed state in the dtype of the head: float16 ends at 65504, and some states there
@@ -121,116 +121,201 @@ def tiled_layer_losses(
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
     here, there = tokens.rows.device, head.weight.device
-    rows, targets, samples = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
-    num_tokens, parts = len(rows), [slice(None)] * len(hidden_states)
-    if samples is not None:
-        few = max(1, samples.shape[1] // SHOWN_PART)
-        for index in range(len(hidden_states) - 1):
-            parts[index] = samples[index % len(samples), : few if index + 1 in value_only else None]
-    reads = [
-        LayerRead(hidden, rows[part], targets[part]) for hidden, part in zip(hidden_states, parts)
-    ]
-    expansions = [
-        num_tokens / max(len(read.rows), 1) for read in reads
-    ]  # tokens that one of a read stands for
-    if weights is not None:
-        weights = weights.detach().to(there)
-        trained = [index for index in range(len(reads)) if index + 1 not in value_only]
-        spread = torch.stack([expansions[index] * weights[index] for index in trained])
-        unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
-        for index, coefficient in zip(trained, spread / unit):
-            reads[index].coefficients = coefficient.expand(len(reads[index].rows))
-
+    tokens = LabelledTokens(*map_tensors(lambda tensor: tensor.to(there), tuple(tokens)))
+    num_tokens = len(tokens.rows)
     trains = weights is not None and torch.is_grad_enabled()
     reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
-    with torch.no_grad():
-        statistics = reader.run(reads, token_statistics)
-        sums = torch.stack(
-            [factor * read.losses.sum() for factor, read in zip(expansions, reads)]
-        )  # [layers]
-        if samples is not None:
-            # What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: a
-            # control variate, which leaves the sums unbiased. The objective goes without: its gradient would weigh the
-            # last layer's sampling errors by all multipliers.
-            off = [
-                sums[-1] - factor * reads[-1].losses[part].sum()
-                for factor, part in zip(expansions, parts)
-            ]
-            sums = sums + torch.stack(off)
-        value = sum(
-            (read.coefficients * read.losses).sum()
-            for read in reads
-            if read.coefficients is not None
+    groups = _layer_groups(hidden_states, tokens, value_only, reader)
+    *inner, last = groups
+    if weights is not None:
+        unit = _set_coefficients(
+            groups, weights.detach().to(there), num_tokens, value_only, head_loss
         )
+
+    with torch.no_grad():
+        for group in inner:
+            reader.read(group)
+        entropies = hits = None
+        if token_statistics:
+            entropies = reader.weight.new_empty(num_tokens, dtype=reader.accumulator_dtype)
+            hits = torch.empty_like(entropies, dtype=torch.bool)
+        reader.read(last, entropies, hits)
+        sums = _sums(groups, tokens.samples is not None)  # [layers]
 
     objective = None
     if weights is not None:
-        value = torch.as_tensor(value, dtype=sums.dtype, device=rows.device)
-        rows = [_RowGradient(read) if read.gradient is not None else None for read in reads]
+        with torch.no_grad():
+            weighted = [group for group in groups if group.coefficients is not None]
+            value = sum((group.coefficients * group.losses.sum(1)).sum() for group in weighted)
+        rows = [None] * len(hidden_states)
+        for group in weighted:
+            if group.gradient is not None:
+                shared = _GroupGradient(group.gradient)
+                for place, layer in enumerate(group.layers):
+                    rows[layer] = _RowGradient(
+                        shared, place, group.rows[place], hidden_states[layer]
+                    )
         objective = _KnownGradients.apply(
             value, rows, reader.gradients, *hidden_states, *reader.parameters
         )
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
-    statistics = TokenStatistics(reads[-1].losses, *statistics) if token_statistics else None
+    statistics = None
+    if token_statistics:
+        statistics = TokenStatistics(last.losses[0], entropies, hits)
     of_rows = (None, None)
     if documents is not None:
         numbers, count = documents
-        of_rows = _document_sums(reads, parts, expansions, numbers[tokens.rows].to(there), count)
+        of_rows = _document_sums(groups, numbers.to(there), tokens.rows, count)
     found = map_tensors(lambda tensor: tensor.to(here), (sums, statistics, *of_rows))
     return LayerLossSums(objective, *found)
 
 
+def _layer_groups(hidden_states, tokens, value_only, reader) -> list[LayerGroup]:
+    """The layers in groups that are read together, those without gradient first, the last layer by itself."""
+    rows, targets, samples = tokens
+    last = len(hidden_states) - 1
+    shown = [index for index in range(last) if index + 1 in value_only]
+    others = [index for index in range(last) if index + 1 not in value_only]
+    groups = []
+    for layers, is_shown in ((shown, True), (others, False)):
+        size = len(rows)
+        if samples is not None:
+            size = samples.shape[1]
+            if is_shown:
+                size = max(1, size // SHOWN_PART)
+        together = reader.layers_per_group(size)
+        for start in range(0, len(layers), together):
+            members = layers[start : start + together]
+            hidden = [hidden_states[index] for index in members]
+            part = None
+            own_rows = [rows] * len(members)
+            own_targets = targets if len(members) == 1 else targets.repeat(len(members))
+            if samples is not None:
+                part = _samples_of(members, samples)[:, :size]  # [group layers, size]
+                own_rows = rows[part].unbind()
+                own_targets = targets[part].flatten()
+            groups.append(LayerGroup(members, hidden, own_rows, own_targets, part))
+    groups.append(LayerGroup([last], [hidden_states[last]], [rows], targets))
+    return groups
+
+
+def _samples_of(layers: list[int], samples: torch.Tensor) -> torch.Tensor:
+    """The samples of these layers, without a copy where that can be."""
+    if len(samples) == 1:
+        return samples.expand(len(layers), -1)
+    first, last = layers[0], layers[-1]
+    if last - first == len(layers) - 1:
+        return samples[first : last + 1]
+    return torch.stack([samples[index] for index in layers])
+
+
+def _set_coefficients(groups, weights, num_tokens, value_only, head_loss) -> torch.Tensor:
+    """Gives the groups that are trained their coefficients; returns the unit in which they are, a scalar tensor."""
+    *inner, last = groups
+    trained = [group for group in inner if group.layers[0] + 1 not in value_only]
+    # Each token of a sample stands for several.
+    spread = [
+        torch.stack([weights[index] for index in group.layers])
+        * (num_tokens / max(group.num_tokens, 1))
+        for group in trained
+    ]
+    spread = torch.cat([*spread, weights[-1:]])
+    unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
+    parts = (spread / unit).split([len(group.layers) for group in (*trained, last)])
+    for group, coefficients in zip((*trained, last), parts):
+        group.coefficients = coefficients
+    return unit
+
+
+def _sums(groups, is_sampled) -> torch.Tensor:
+    """The sums of the losses over all labelled tokens `[layers]`, of layers read on a sample as they are estimated."""
+    *inner, last = groups
+    last_losses = last.losses[0]  # [tokens]
+    of_last = last_losses.sum()
+    sums = {}
+    for group in inner:
+        found = group.losses.sum(1)  # [group layers]
+        if is_sampled:
+            # What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: a
+            # control variate, which leaves the sums unbiased. The objective goes without: its gradient would weigh the
+            # last layer's sampling errors by all multipliers.
+            factor = len(last_losses) / max(group.num_tokens, 1)
+            off = found - last_losses[group.part].sum(1)
+            found = of_last + factor * off
+        sums.update(zip(group.layers, found.unbind()))
+    return torch.stack([*(sums[index] for index in sorted(sums)), of_last])
+
+
 @torch.no_grad()
 def _document_sums(
-    reads: list[LayerRead],
-    parts: list,
-    expansions: list[float],
-    documents: torch.Tensor,
-    count: int,
+    groups: list[LayerGroup], numbers: torch.Tensor, rows: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of `count` documents in the sums `[count, layers]`, and their tokens `[count, 1]`; `documents`
-    `[tokens]` are numbers of theirs."""
-    last = reads[-1].losses  # [tokens]
+    """The parts of `count` documents in the sums `[count, layers]`, and their tokens `[count, 1]`; `numbers`
+    `[batch * seq]` are those of the documents, `rows` the labelled positions."""
+    *inner, last = groups
+    last_losses = last.losses[0]  # [tokens]
+    documents = numbers[rows]  # [tokens]
 
-    def added_up(values, numbers):
-        return values.new_zeros(count).index_add(0, numbers, values)
+    def added_up(values, documents):
+        return values.new_zeros(len(values), count).scatter_add(1, documents, values)
 
-    of_last = added_up(last, documents)
-    columns = []
-    for read, part, factor in zip(reads, parts, expansions):
-        # As of the sums: what is read on a sample is told from the last layer, which is read on all tokens.
-        off = factor * (read.losses - last[part]) if len(read.losses) else read.losses
-        columns.append(of_last + added_up(off, documents[part]))
-    items = added_up(torch.ones_like(last), documents)
-    return torch.stack(columns, dim=1), items[:, None]
+    (of_last,) = added_up(last.losses, documents[None])
+    columns = {}
+    for group in inner:
+        if group.part is None:
+            found = added_up(group.losses, documents.expand(group.losses.shape))
+        else:
+            # As of the sums: what is read on a sample is told from the last layer, which is read on all tokens.
+            factor = len(last_losses) / max(group.num_tokens, 1)
+            off = factor * (group.losses - last_losses[group.part])
+            found = of_last + added_up(off, documents[group.part])
+        columns.update(zip(group.layers, found.unbind()))
+    (items,) = added_up(torch.ones_like(last.losses), documents[None])
+    found = torch.stack([*(columns[index] for index in sorted(columns)), of_last], dim=1)
+    return found, items[:, None]
+
+
+class _GroupGradient:
+    """The gradients of a group of hidden states at some of their rows, `[layers, tokens, hidden]`."""
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+        self.zero = values.new_zeros(())
+        self._is_scaled = False
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply all of them by the incoming gradient, once."""
+        if not self._is_scaled:
+            self.values = _scaled(self.values, factor)
+            self._is_scaled = True
 
 
 class _RowGradient:
     """The gradient of one hidden state, held at some rows until autograd comes to that state, so that no two layers
     have one of full size at once."""
 
-    def __init__(self, read: LayerRead):
-        self.gradient, self.rows, self.factor = (
-            read.gradient,
-            read.rows.to(read.gradient.device),
-            None,
-        )
-        if read.hidden.requires_grad:
-            read.hidden.register_hook(self.add)
+    def __init__(self, group: _GroupGradient, place: int, rows: torch.Tensor, hidden: torch.Tensor):
+        self.group, self.place, self.rows = group, place, rows.to(hidden.device)
+        self.device = hidden.device
+        self.is_expected = False
+        if hidden.requires_grad:
+            hidden.register_hook(self.add)
 
     def expected(self, factor: torch.Tensor, hidden_shape: torch.Size) -> torch.Tensor:
         """Zeros `[batch, seq, hidden]` without memory, to which `add` will add."""
-        self.factor = factor
-        return self.gradient.new_zeros(()).expand(hidden_shape)
+        self.group.scale(factor)
+        self.is_expected = True
+        return self.group.zero.to(self.device).expand(hidden_shape)
 
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient `[batch, seq, hidden]` that came from elsewhere, with this one."""
-        if self.factor is None:  # the backward pass of something else
+        if not self.is_expected:  # the backward pass of something else
             return None
-        gradient, self.gradient = _scaled(self.gradient, self.factor), None
-        self.factor = None
+        gradient = self.group.values[self.place].to(self.device)
+        self.group = None
+        self.is_expected = False
         return grad.flatten(0, -2).index_add(0, self.rows, gradient).view(grad.shape)
 
 

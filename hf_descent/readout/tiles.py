@@ -65,15 +65,25 @@ class Workspace:
 
 
 @dataclasses.dataclass
-class LayerRead:
-    """One layer's part: what to read, the weight of each token up to a factor that all share, and what comes of it."""
+class LayerGroup:
+    """Layers that are read together, each on as many tokens: what to read, and what comes of it."""
 
-    hidden: torch.Tensor  # [batch, seq, hidden]
-    rows: torch.Tensor  # [tokens]
-    targets: torch.Tensor  # [tokens]
-    coefficients: torch.Tensor | None = None  # [tokens]; None: value only
-    losses: torch.Tensor | None = None  # [tokens]
-    gradient: torch.Tensor | None = None  # [tokens, hidden]
+    layers: list[int]  # from 0 on
+    hidden: list[torch.Tensor]  # each [batch, seq, hidden]
+    rows: list[torch.Tensor]  # each [tokens], positions in the flattened [batch * seq]
+    targets: torch.Tensor  # [layers * tokens]
+    part: torch.Tensor | None = (
+        None  # [layers, tokens], places among all labelled tokens; `None`: all of them
+    )
+    # [layers], the weight of each token up to a factor that all share; `None`: values only.
+    coefficients: torch.Tensor | None = None
+    losses: torch.Tensor | None = None  # [layers, tokens]
+    gradient: torch.Tensor | None = None  # [layers, tokens, hidden]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of one layer."""
+        return len(self.rows[0])
 
 
 class TiledReader:
@@ -109,70 +119,53 @@ class TiledReader:
             for parameter in self.parameters
         ]
 
-    def run(
-        self, reads: list[LayerRead], token_statistics: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Fill in losses and gradients of all `reads`; return entropies and hits of the last one where asked for."""
-        *inner, final = reads
-        for trains in (False, True):
-            alike = [
-                read for read in inner if (self.trains and read.coefficients is not None) == trains
-            ]
-            # Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate.
-            size = max(1, self.rows_per_tile // max(1, len(alike[0].rows))) if alike else 1
-            for start in range(0, len(alike), size):
-                self._run_group(alike[start : start + size], trains)
-        statistics = None
-        if token_statistics:
-            entropies = self.weight.new_empty(
-                len(final.rows), dtype=self.accumulator_dtype
-            )  # [tokens]
-            statistics = entropies, torch.empty_like(entropies, dtype=torch.bool)  # [tokens] each
-        self._run_group(
-            [final], self.trains and final.coefficients is not None, *statistics or (None, None)
-        )
-        return statistics
+    def layers_per_group(self, num_tokens: int) -> int:
+        """How many layers with that many tokens share a tile: products with few rows run far below the machine's
+        rate."""
+        return max(1, self.rows_per_tile // max(1, num_tokens))
 
-    def _run_group(self, group: list[LayerRead], trains: bool, entropies=None, hits=None):
+    def read(self, group: LayerGroup, entropies=None, hits=None) -> None:
+        """Fill in the losses of a group and, where it has coefficients, the gradients; of a single layer the
+        `entropies` and `hits` `[tokens]`, where given."""
+        trains = self.trains and group.coefficients is not None
         with torch.set_grad_enabled(trains):
-            inputs = [
-                read.hidden.detach()
+            states = [
+                hidden.detach()
                 .flatten(0, -2)
-                .index_select(0, read.rows.to(read.hidden.device))
-                for read in group
+                .index_select(0, rows.to(hidden.device))
+                .to(self.device)
+                for hidden, rows in zip(group.hidden, group.rows)
             ]
-            # Each [tokens, hidden]. A norm with a device of its own is moved to by accelerate's hook.
-            normed = [
-                self.norm(x.requires_grad_(trains).to(self.device)).to(self.device) for x in inputs
-            ]
+            # [group tokens, hidden]; one layer needs no copy
+            inputs = states[0] if len(states) == 1 else torch.cat(states)
+            del states
+            # A norm with a device of its own is moved to by accelerate's hook.
+            normed = self.norm(inputs.requires_grad_(trains)).to(self.device)
         with self.autocast_off:
-            x = torch.cat([y.detach() for y in normed]).to(
-                self.weight.dtype
-            )  # [group tokens, hidden]
-            targets = torch.cat([read.targets for read in group])  # [group tokens]
-            coefficients = (
-                torch.cat([read.coefficients for read in group])[:, None] if trains else None
-            )
+            x = normed.detach().to(self.weight.dtype)  # [group tokens, hidden]
+            coefficients = None
+            x_grad = None
+            if trains:
+                tokens = (len(group.layers), group.num_tokens)
+                coefficients = group.coefficients[:, None].expand(tokens).reshape(-1, 1)
+                x_grad = torch.empty_like(x, dtype=self.accumulator_dtype)
             losses = x.new_empty(len(x), dtype=self.accumulator_dtype)  # [group tokens]
-            x_grad = torch.empty_like(x, dtype=self.accumulator_dtype) if trains else None
             num_tiles = max(1, math.ceil(len(x) / self.rows_per_tile))
-            columns = [x, targets, losses, coefficients, x_grad, entropies, hits]
+            columns = [x, group.targets, losses, coefficients, x_grad, entropies, hits]
             tiles = [
                 [None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns
             ]
             for tile in zip(*tiles):
                 self._tile(*tile)
 
-        sizes = [len(read.rows) for read in group]
-        for read, layer_losses in zip(group, losses.split(sizes)):
-            read.losses = layer_losses
+        group.losses = losses.view(len(group.layers), group.num_tokens)
         if trains:
-            x_grads = [grad.to(y.dtype) for grad, y in zip(x_grad.split(sizes), normed)]
-            gradients = torch.autograd.grad(normed, [*inputs, *self.norm_parameters], x_grads)
-            for read, gradient in zip(group, gradients):
-                read.gradient = gradient
-            for total, gradient in zip(self.gradients[2:], gradients[len(group) :]):
-                total.add_(gradient)
+            gradient, *of_norm = torch.autograd.grad(
+                normed, [inputs, *self.norm_parameters], x_grad.to(normed.dtype)
+            )
+            group.gradient = gradient.view(*group.losses.shape, x.shape[1])
+            for total, own in zip(self.gradients[2:], of_norm):
+                total.add_(own)
 
     def _tile(self, x, targets, losses, coefficients, x_grad, entropies, hits):
         logits = self.workspace.tile(len(x), len(self.weight), x.dtype, x.device)  # [rows, vocab]

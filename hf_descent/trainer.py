@@ -267,9 +267,6 @@ class DescentMixin:
         if self._objective is not None:
             self._objective.step(skipped or self.accelerator.optimizer_step_was_skipped)
             self._step = self._objective.sums
-            checks.report_layers_at_chance(
-                self._objective.layers.readout, self._dual, self.state.global_step
-            )
 
     def _after_epoch(self) -> None:
         if self._objective is not None and self.args.slack_restart:
@@ -605,6 +602,9 @@ class DescentMixin:
         )
 
     def log(self, logs, start_time=None):
+        if self._dual is not None and ("loss" in logs or "train_runtime" in logs):
+            readout = self._objective.layers.readout
+            checks.report_layers_at_chance(readout, self._dual, self.state.global_step)
         if self._dual is not None and "loss" in logs:
             logs.update(self._dual.logs(self.state.global_step))
         elif self._dual is not None and "train_runtime" in logs:

@@ -17,6 +17,10 @@ directions, d' = d / `BOUND` within [-1, 1]:
 The second term damps: a multiplier stops to grow as soon as its violation falls. Bounded, the violations of the first
 steps, which can be a hundred times those that count in the end, neither hurl the multipliers up nor, as the second
 moment of Adam, slow them down later.
+
+The guard on the last layer (`guard.py`) limits what a rule may do. A multiplier takes only the share `growth` of its
+growth, and with the flag `shrinks` it becomes smaller by the share `SHRINKAGE` at least. The moments of the rule go on
+meanwhile, so that it knows the present violations when it may act again.
 """
 
 import torch
@@ -40,6 +44,7 @@ class Multipliers:
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
+    SHRINKAGE = 0.1  # the share by which a step shrinks multipliers that have to
     BOUND, DAMPING = 0.05, 200.0  # of "pi": the violation above which it is all the same, and K
     _TENSORS = (
         "values",
@@ -76,8 +81,17 @@ class Multipliers:
             setattr(self, name, torch.zeros(size, dtype=torch.float32, device=device))
 
     @torch.no_grad()
-    def step(self, violations: torch.Tensor) -> None:
-        """One dual step on the violations `[L]`; a step with a non-finite violation changes nothing."""
+    def step(
+        self,
+        violations: torch.Tensor,
+        growth: torch.Tensor | None = None,
+        shrinks: torch.Tensor | None = None,
+    ) -> None:
+        """One dual step on the violations `[L]`; a step with a non-finite violation changes nothing.
+
+        Of its growth a multiplier takes the share `growth`, a scalar from 0 to 1; with the scalar flag `shrinks` all
+        shrink, whatever the violations.
+        """
         violations = violations.to(self.values)
         finite = torch.isfinite(violations).all()
         before = {name: getattr(self, name).clone() for name in self._TENSORS}
@@ -93,6 +107,12 @@ class Multipliers:
             descent = self._direction(excess, self.slack_mean, self.slack_square, self.slack_steps)
             self.slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
         self.values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
+        if growth is not None:
+            change = self.values - before["values"]
+            self.values = before["values"] + torch.where(change > 0, growth * change, change)
+        if shrinks is not None:
+            most = torch.where(shrinks, (1 - self.SHRINKAGE) * before["values"], torch.inf)
+            self.values = torch.minimum(self.values, most)
 
         for name, old in before.items():
             setattr(self, name, torch.where(finite, getattr(self, name), old))

@@ -15,8 +15,10 @@ from safetensors.torch import save
 
 from ..files import atomic_write, find_json
 from . import objectives
+from .guard import LastLayerGuard
 from .multipliers import Multipliers
 from .problem import AT_CHANCE, LARGEST, DescentProblem
+from .window import LossWindow, is_below
 
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
     "dual_warmup_steps", "fixed_multipliers", "dual_holdout", "layerskip_rotation", "dual_optim",
 )  # fmt: skip
-# How often rows are checked, in the constrained part of a run, for whether they can be met.
+# How often rows are checked, in the constrained part of a run, for whether they come closer to being met; and the
+# least number of steps between two checks.
 PROGRESS_CHECKS = 10
+LEAST_CHECKED = 50
+CLOSING_SHARE = 0.1  # of a run's steps: its last ones, which the closing report is about
 
 
 class DescentState:
@@ -135,6 +140,9 @@ class DescentState:
                     f"`fixed_multipliers` is {multipliers}; multipliers are finite and not negative."
                 )
             self._set_multipliers(multipliers)
+        self.guard: LastLayerGuard | None = None  # for the multipliers that move
+        if args.objective == "descent" and args.max_last_layer_rise is not None:
+            self.guard = LastLayerGuard(args.max_last_layer_rise, device)
         # Running averages of the layer losses, the weight that makes up for their start at zero, and that of f_L^2.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.averages, self.average_weight, self.square = zeros(num_layers), zeros(1), zeros(1)
@@ -144,9 +152,12 @@ class DescentState:
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._reported: set[str] = set()
-        self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = (
-            None  # step, violations, multipliers
-        )
+        closing = math.ceil(CLOSING_SHARE * max_steps / (DUAL_EVERY if held_out else 1))
+        self._closing = LossWindow(closing, num_layers, device)
+        self._since_check = zeros(
+            num_layers + 1
+        )  # sums of losses since the last check, and their count
+        self._last_check: tuple[torch.Tensor, torch.Tensor] | None = None  # violations, multipliers
 
     # ---- primal side ----
 
@@ -256,12 +267,23 @@ class DescentState:
             usable, layer_losses[-1] ** 2, 0.0
         )
         self.average_weight = (1 - weight) * self.average_weight + weight
+        if not self.inactive(step):
+            self._closing.add(layer_losses)
+            self._since_check += torch.cat(
+                [torch.where(usable, layer_losses, 0.0), usable[None].float()]
+            )
+        growth = shrinks = None
+        if self.guard is not None:
+            self.guard.observe(layer_losses[-1])
+            growth, shrinks = self.guard.growth, self.guard.shrinks
         if self.args.objective == "descent" and not self.inactive(step):
             violations = self._violations(layer_losses)
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
             for _ in range(repeats):
-                self.multipliers.step(torch.where(usable, violations, torch.nan))
+                self.multipliers.step(
+                    torch.where(usable, violations, torch.nan), growth=growth, shrinks=shrinks
+                )
 
     @property
     def mean_losses(self) -> torch.Tensor:
@@ -332,6 +354,7 @@ class DescentState:
         *sums, count = self._logged.tolist()
         self._logged.zero_()
         self._report_faults()
+        self._report_rise()
         if count == 0:
             return {}
         losses = (torch.tensor(sums) / count).to(self.device)  # [layers]
@@ -347,82 +370,143 @@ class DescentState:
         if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
             logs |= _numbered("weight", self.weights(step))
         logs["max_violation"] = max(violations[row.index].item() for row in self.problem.rows)
+        if not self.inactive(step) and self.args.objective not in objectives.UNCONSTRAINED:
+            acting = self._violations(losses)
+            logs["max_acting_violation"] = max(
+                acting[row.index].item() for row in self.problem.rows
+            )
+        if self.guard is not None and self.guard.rise.isfinite():
+            logs["last_layer_rise"] = self.guard.rise.item()
         logs["lagrangian"] = self.problem.lagrangian(
             losses, self.multipliers.values, self.level
         ).item()
         return logs
 
     def report(self) -> dict[str, float]:
-        """Log what the rows asked and what training reached; returns the largest violation as a metric.
+        """Log what the rows asked and what training reached in the last tenth of the run, as far as constraints were
+        active there; returns the largest violation as a metric.
 
-        Running averages are no certificate: the model, or the multipliers, were fitted to this data.
+        These means are no certificate: the model, or the multipliers, were fitted to this data.
         """
         self._report_faults()
-        if self.problem is None or not self.average_weight.item():
+        self._report_rise()
+        rows = self._closing.rows.cpu()  # [steps, layers]
+        if self.problem is None or not len(rows):
             return {}
-        problem, losses, learned = self.problem, self.mean_losses, self.has_learned
-        (asked, tolerances), duals = problem.bounds(losses), self.multipliers.values
-        text = "row: asked, reached, tolerance, multiplier"
-        last = f"On the last {'training' if self.held_out is None else 'held-out'} batches"
-        for row in problem.rows:
-            numbers = (
-                asked[row.index],
-                losses[row.layer - 1],
-                tolerances[row.index],
-                duals[row.index],
-            )
-            text += f"\n{row.name}: {', '.join(f'{number.item():.4g}' for number in numbers)}"
-        for when, found in {
-            "now": losses * learned,
-            "after warm-up, of plain training": self.warmup_losses,
-        }.items():
-            if (share := problem.descent_share(found)) is not None:
-                text += f"\ndescent share {when}: {share:.2f}"
+        losses = rows.mean(0)  # [layers]
+        problem = DescentProblem(**self.problem.state_dict())
+        learned = is_below(rows[:, -1], AT_CHANCE * problem.chance)
+        data = "training batches" if self.held_out is None else "readings of held-out rows"
+        text = self._table(problem, losses, learned)
         if problem.feasible(losses) and learned:
-            logger.info(f"{last} every row is within its tolerance:\n{text}")
+            logger.info(
+                f"On the last {len(rows)} {data} every row is within its tolerance:\n{text}"
+            )
         elif self.args.objective == "descent" and learned:
-            remedy = "Ask for less (`descent_strength`, `descent_alpha`, the targets), or raise `dual_learning_rate`"
             logger.warning(
-                f"{last} NOT every row is within its tolerance:\n{text}\n{remedy}, or train longer."
+                f"On the last {len(rows)} {data} NOT every row is within its tolerance:\n{text}\n"
+                f"Ask for less ({self._less()}), or train longer."
             )
         elif self.args.objective == "descent":
             logger.warning(
-                f"{last} f_L is not clearly below chance:\n{text}\nTrain longer, or raise `learning_rate`."
+                f"On the last {len(rows)} {data} f_L is not clearly below chance:\n{text}\n"
+                "Train longer, or raise `learning_rate`."
             )
         return {"train_max_violation": problem.max_violation(losses).item()}
 
-    def _report_progress(self, step: int) -> None:
-        """Log, once each, a row whose multiplier keeps rising while its violation does not fall."""
-        since, before, duals = self._progress or (
-            self.active_from,
-            math.inf,
-            self.multipliers.values,
-        )
-        if (
-            self.args.objective != "descent"
-            or step < since + (self.max_steps - self.active_from) / PROGRESS_CHECKS
-        ):
+    def _table(self, problem: DescentProblem, losses: torch.Tensor, learned: bool) -> str:
+        """What each row asked of these losses `[L]` and what it reached, and the descent share."""
+        asked, tolerances = problem.bounds(losses)
+        multipliers = self.multipliers.values.tolist()
+        lines = ["row: asked, reached, tolerance, multiplier"]
+        for row in problem.rows:
+            numbers = (
+                asked[row.index].item(),
+                losses[row.layer - 1].item(),
+                tolerances[row.index].item(),
+                multipliers[row.index],
+            )
+            lines.append(f"{row.name}: {', '.join(f'{number:.4g}' for number in numbers)}")
+        shares = {
+            "now": problem.descent_share(losses) if learned else None,
+            "after warm-up, of plain training": problem.descent_share(self.warmup_losses.cpu()),
+        }
+        for when, share in shares.items():
+            if share is not None:
+                lines.append(f"descent share {when}: {share:.2f}")
+        return "\n".join(lines)
+
+    def _less(self) -> str:
+        """The settings by which this problem asks for less."""
+        names = []
+        if self.problem.follows:
+            names += [f"a `descent_strength` below {self.args.descent_strength:g}"]
+        elif self.args.layer_rows is not None:
+            names += ["a smaller `descent_alpha`"]
+        if self.args.layer_rows is not None:
+            names += ["fewer `constrained_layers`", "`exit_targets` for the layers that you need"]
+        if self.args.exit_targets or self.args.loss_targets:
+            names += ["higher targets"]
+        return ", ".join(names)
+
+    def is_first_report(self, subject: str) -> bool:
+        """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
+        is_first = subject not in self._reported
+        self._reported.add(subject)
+        return is_first
+
+    def _report_rise(self) -> None:
+        """Log, once, that the loss of the last layer has risen by more than its limit."""
+        if self.guard is None:
             return
-        losses, multipliers = self.mean_losses, self.multipliers.values.clone()
+        highest, best = self.guard.highest_rise()
+        if highest is None or not self.is_first_report("rise"):
+            return
+        logger.warning(
+            f"The constraints make the last layer worse: its loss rose from {best:.4g} to {highest:.4g} "
+            f"({(highest - best) / abs(best):+.1%}). The multipliers shrink while it is more than "
+            f"{self.args.max_last_layer_rise:.1%} above its best value (`max_last_layer_rise`), so that the "
+            f"constraints give way. Ask for less: {self._less()}."
+        )
+
+    def _report_progress(self, step: int) -> None:
+        """Log, once each, a row whose multiplier keeps rising while its violation does not fall: from one window of
+        steps to the next, of which each has 50 or more."""
+        if self.args.objective != "descent":
+            return
+        least = LEAST_CHECKED if self.held_out is None else 4 * LEAST_CHECKED
+        steps = max(least, (self.max_steps - self.active_from) // PROGRESS_CHECKS)
+        active = step - self.active_from
+        if active <= 0 or active % steps:
+            return
+        *sums, count = self._since_check.tolist()
+        self._since_check.zero_()
+        if count == 0:
+            return
+        losses = torch.tensor(sums, device=self.device) / count
         asked, tolerances = self.problem.bounds(losses)
         violations = self.problem.violations(losses) - tolerances
-        self._progress = step, violations, multipliers
+        multipliers = self.multipliers.values.clone()
+        last_check = self._last_check
+        self._last_check = violations, multipliers
+        if last_check is None:
+            return
+        before, duals = last_check
         rises = multipliers >= (1.05 * duals).clamp(0, self.args.multiplier_max)  # or is at its cap
         stuck = (violations > 0) & (violations > 0.95 * before) & (multipliers > 0) & rises
         for row in self.problem.rows:
-            if stuck[row.index] and row.name not in self._reported:
-                self._reported.add(row.name)
+            if stuck[row.index] and self.is_first_report(f"row {row.name}"):
                 logger.warning(
-                    f"The multiplier of row {row.name} keeps rising, or is at its maximum, and its violation does not "
-                    f"fall: it asks for a loss of {asked[row.index].item():.4g}, and "
-                    f"{losses[row.layer - 1].item():.4g} seems attainable for this model."
+                    f"The multiplier of row {row.name} keeps rising, or is at its maximum, but its violation did not "
+                    f"fall in the last {steps} steps: the row asks for a loss of {asked[row.index].item():.4g}, and "
+                    f"layer {row.layer} is at {losses[row.layer - 1].item():.4g}. If this goes on, ask for less "
+                    f"({self._less()})."
                 )
 
     def _report_faults(self) -> None:
         """Log once a layer whose loss was not finite."""
         faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
-        if faults and "nonfinite" not in self._reported:
-            self._reported.add("nonfinite")
+        if faults and self.is_first_report("nonfinite"):
             logger.error(
                 f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers."
             )
@@ -471,6 +555,9 @@ class DescentState:
             key: getattr(self, key).cpu()
             for key in ("averages", "average_weight", "square", "warmup_losses")
         }
+        tensors["closing_losses"] = self._closing.state_dict()
+        if self.guard is not None:
+            tensors |= {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
@@ -489,12 +576,13 @@ class DescentState:
                     f"{path} was saved with {name}={meta['schedule'].get(name)!r} but this run has {value!r}; resume "
                     "with the saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
                 )
-        prefix = "multipliers."
-        duals = {
-            name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)
-        }
+        guard_state = _part_of(tensors, "guard.")
         try:
-            self.multipliers.load_state_dict(duals)
+            self.multipliers.load_state_dict(_part_of(tensors, "multipliers."))
+            if self.guard is not None and guard_state:  # older checkpoints have none
+                self.guard.load_state_dict(guard_state)
+            if "closing_losses" in tensors:
+                self._closing.load_state_dict(tensors["closing_losses"])
             for name in ("averages", "average_weight"):
                 if (
                     tensors[name].shape != getattr(self, name).shape
@@ -517,6 +605,15 @@ class DescentState:
         rows = "auto" if self.args.layer_rows == "line" else self.args.layer_rows
         settings = {name: getattr(self.args, name) for name in SCHEDULE} | {"descent_alpha": rows}
         return json.loads(json.dumps({"num_layers": self.num_layers, **settings}))
+
+
+def _part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def _numbered(name: str, values: torch.Tensor) -> dict[str, float]:

@@ -1,8 +1,9 @@
-"""What the trainer adds to Trainer's callbacks: the dual step, a figure, a readable progress bar. And its messages."""
+"""What the trainer adds to Trainer's callbacks: the dual step, a figure, readable console lines. And its messages."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import (
@@ -10,7 +11,7 @@ from transformers.integrations.integration_utils import (
     TrackioCallback,
     rewrite_logs,
 )
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 from ..configs import LAYER_LOSS, PER_LAYER
@@ -31,15 +32,18 @@ def show_messages(args: TrainingArguments) -> None:
 
 
 def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
-    """Add `callback`, and the progress bar below in place of Trainer's; once."""
+    """Add `callback`, and the console output below in place of Trainer's; once."""
     callbacks = {type(each): each for each in trainer.callback_handler.callbacks}
     if DescentCallback not in callbacks:
         # First of all: others may save a checkpoint at the end of a step.
         trainer.callback_handler.callbacks.insert(0, callback)
-    # By exact type: a progress bar of the user's own stays.
-    if ProgressCallback in callbacks:
-        trainer.remove_callback(callbacks[ProgressCallback])
-        trainer.add_callback(DescentProgressCallback)
+    for stock, ours in (
+        (ProgressCallback, DescentProgressCallback),
+        (PrinterCallback, DescentPrinterCallback),
+    ):
+        if stock in callbacks:  # by exact type: one of the user's own stays
+            trainer.remove_callback(callbacks[stock])
+            trainer.add_callback(ours)
 
 
 @dataclass(eq=False, repr=False)
@@ -107,9 +111,67 @@ class DescentCallback(TrainerCallback):
                 tracker.tb_writer.flush()
 
 
+def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
+    """What the console shows of a logging step in training, in one line; `None` for other logs.
+
+    The last layer's loss f_L, the layer that is furthest behind its constraint, the largest violation that training
+    acts on (targets with their `target_margin`), and the range of the multipliers.
+    """
+    violations = _by_row("violation", logs)
+    if "loss" not in logs or not violations:
+        return None
+    parts = [f"step {step}/{max_steps}", f"f_L {_number(logs['loss'])}"]
+    row = max(violations, key=violations.get)
+    layer = row.rsplit("_", 1)[-1]
+    distance = violations[row]
+    place = f"{_number(abs(distance))} {'above' if distance > 0 else 'below'} what is asked"
+    loss = _number(logs[f"layer_loss_{layer}"])
+    parts.append(f"furthest behind: layer {layer} at {loss}, {place}")
+    if "max_acting_violation" in logs:
+        multipliers = _by_row("multiplier", logs).values()
+        parts.append(f"largest violation acted on {_number(logs['max_acting_violation'])}")
+        parts.append(f"multipliers {_number(min(multipliers))} to {_number(max(multipliers))}")
+    if "learning_rate" in logs:
+        parts.append(f"lr {_number(logs['learning_rate'])}")
+    return " | ".join(parts)
+
+
+def _by_row(name: str, logs: Mapping[str, Any]) -> dict[str, float]:
+    """The values of a quantity that is logged for each constraint, by the name of its row ("3", "exit_3")."""
+    start = f"{name}_"
+    return {
+        key.removeprefix(start): float(value)
+        for key, value in logs.items()
+        if key.startswith(start) and PER_LAYER.search(key)
+    }
+
+
+def _number(value: Any) -> str:
+    return f"{float(value):.3g}"
+
+
+def _without_layers(logs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The logs without the values of single layers, which are for trackers: 4 L numbers make no readable line."""
+    return {name: value for name, value in (logs or {}).items() if not PER_LAYER.search(name)}
+
+
 class DescentProgressCallback(ProgressCallback):
-    """Leaves the values of single layers to the trackers: a line of 4 L numbers is not readable."""
+    """A progress bar that writes [`training_line`] in place of all logged values."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        short = {name: value for name, value in (logs or {}).items() if not PER_LAYER.search(name)}
-        super().on_log(args, state, control, logs=short, **kwargs)
+        line = training_line(logs or {}, state.global_step, state.max_steps)
+        if line is None:
+            super().on_log(args, state, control, logs=_without_layers(logs), **kwargs)
+        elif state.is_world_process_zero and self.training_bar is not None:
+            self.training_bar.write(line)
+
+
+class DescentPrinterCallback(PrinterCallback):
+    """Prints [`training_line`] in place of all logged values, where there is no progress bar."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        line = training_line(logs or {}, state.global_step, state.max_steps)
+        if line is None:
+            super().on_log(args, state, control, logs=_without_layers(logs), **kwargs)
+        elif state.is_local_process_zero:
+            print(line)

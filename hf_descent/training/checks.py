@@ -278,21 +278,22 @@ def check_some_labels(dataset, name: str, max_length: int | None) -> None:
         raise ValueError(f"{given}: raise `max_length`, or see to the completions.")
 
 
-def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
-    """Log after warm-up, or a tenth of the run, where a head of texts finds nothing in the early layers."""
+def report_layers_at_chance(readout: Readout, dual: DescentState, steps: int) -> None:
+    """Log, once, that a head of texts finds nothing in the early layers though the last one has learned: from the end
+    of the warm-up, or a tenth of the run, on. `steps` have been trained."""
     config = getattr(inner_model(readout.model), "config", None)
     has_head = (
         readout.readout is None
         and type(inner_model(readout.model)).__name__.endswith("SequenceClassification")
         and getattr(config, "pooling", None) != "mean"
     )
-    is_time = step + 1 == max(dual.active_from, dual.max_steps // 10)
-    if not is_time or dual.problem is None or not has_head:
+    is_early = steps < max(dual.active_from, dual.max_steps // 10)
+    if is_early or dual.problem is None or not has_head:
         return
     at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
-    if any(at_chance) and not at_chance[-1]:
+    if any(at_chance) and not at_chance[-1] and dual.is_first_report("layers at chance"):
         logger.info(
-            f"After {step + 1} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
+            f"After {steps} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
             'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
         )
 

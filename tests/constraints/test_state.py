@@ -171,19 +171,75 @@ def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
 
 
 @pytest.mark.parametrize("most", [None, 0.1])  # a multiplier at its cap does not rise any more
-def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path, caplog, most):
+def test_a_row_that_comes_no_closer_is_said_once_with_what_it_asks_and_where_it_is(
+    tmp_path, caplog, most
+):
     args = config(
-        tmp_path, max_steps=60, descent_alpha=None, learning_rate=0.0, exit_targets={1: 0.0}, loss_targets={2: 0.5},
-        multiplier_max=most, logging_steps=500,
+        tmp_path, descent_alpha=None, exit_targets={1: 0.0}, loss_targets={2: 0.5}, dual_warmup_steps=20,
+        multiplier_max=most,
     )  # fmt: skip
-    trainer = trained(bert(), args, train_dataset=DATA)
-    told = [record.message for record in caplog.records if "seems attainable" in record.message]
-    trainer.save_model()
-    f = RunFolder(str(tmp_path)).summary["train_layer_losses"]
-    expected = {"bound_2": f"{f[1]:.1g}"} | ({} if f[0] < f[2] else {"exit_1": f"{f[0]:.1g}"})
-    assert len(told) == len(expected)
-    for name, text in expected.items():
-        assert any(f"row {name} " in line and f", and {text}" in line for line in told)
+    state = DescentState(args, 3, 320, 0)
+    for step in range(320):
+        # Before the constraints act, and in the first steps after that, layer 2 is far worse.
+        state.dual_step(torch.tensor([0.9, 7.0 if step < 40 else 0.8, 0.9]), step)
+        told = [record.message for record in caplog.records if "keeps rising" in record.message]
+        assert len(told) == (step >= 169)  # the third window of 50 active steps is like the second
+    assert "row bound_2 keeps" in told[0] and "asks for a loss of 0.5" in told[0]
+    assert "layer 2 is at 0.8" in told[0] and "higher targets" in told[0]
+    assert "attainable" not in caplog.text and "dual_learning_rate" not in caplog.text
+
+
+def test_layers_that_get_better_late_raise_no_alarm(tmp_path, caplog):
+    """Three windows fall; a run of fewer than 100 active steps has nothing to compare."""
+    for steps in (90, 250):
+        args = config(tmp_path, descent_alpha=None, loss_targets={2: 0.5}, dual_warmup_steps=0)
+        state = DescentState(args, 3, steps, 0)
+        for step in range(steps):
+            state.dual_step(torch.tensor([0.9, 0.5 + 3 * 0.98**step, 0.9]), step)
+    assert "keeps rising" not in caplog.text
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
+    tmp_path, caplog, held_out
+):
+    """Losses that fall from step to step; constraints act in the last 7 % of the second run only."""
+    losses = (
+        torch.rand(400, 3, generator=torch.Generator().manual_seed(0))
+        + torch.linspace(3, 1, 400)[:, None]
+    )
+
+    class Rows:
+        count = 200
+
+        def layer_losses(self, layers, turn):
+            return losses[8 * turn]
+
+    for warm_up, first in ((0, 360), (372, 372)):
+        args = config(
+            tmp_path, descent_alpha=None, loss_targets={2: 0.5}, dual_warmup_steps=warm_up, initial_loss_bound=4.0,
+        )  # fmt: skip
+        state = DescentState(args, 3, 400, 0, held_out=Rows() if held_out else None)
+        for step in range(400):
+            state.dual_step(losses[step], step)
+        steps = [step for step in range(first, 400) if not held_out or step % 8 == 0]
+        reached = losses[steps].mean(0)[1].item()
+        assert state.report()["train_max_violation"] == pytest.approx(reached - 0.5, rel=1e-5)
+        data = "readings of held-out rows" if held_out else "training batches"
+        is_too_few = len(steps) <= 5  # to say that f_L is below chance
+        told = "f_L is not clearly below chance" if is_too_few else "NOT every row"
+        assert f"On the last {len(steps)} {data} {told}" in caplog.text
+        assert f"bound_2: 0.5, {reached:.4g}, 0," in caplog.text
+        resumed = DescentState(args, 3, 400, 0, held_out=Rows() if held_out else None)
+        resumed.load_state_dict(*state.state_dict())
+        assert resumed.report() == state.report()
+
+
+def test_a_run_whose_constraints_never_act_has_no_closing_report(tmp_path, caplog):
+    state = DescentState(config(tmp_path, dual_warmup_steps=50), 3, 20, 0)
+    for step in range(20):
+        state.dual_step(torch.ones(3), step)
+    assert state.report() == {} and "row:" not in caplog.text
 
 
 def test_a_multiplier_of_zero_is_not_said_to_rise(tmp_path, caplog):

@@ -1,0 +1,306 @@
+"""The limit on the rise of the last layer's loss: its statistics, its point of rest, and how it is saved."""
+
+import json
+import math
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import InOrder, bert, classification_data, config, trained
+
+from hf_descent import DescentProblem, Multipliers
+from hf_descent.configs import DescentArguments
+from hf_descent.constraints.guard import LastLayerGuard
+from hf_descent.constraints.state import STATE_NAME, DescentState
+
+
+DATA = classification_data()
+
+
+def draws(kind: str, steps: int, seed: int) -> list[float]:
+    """Losses of a model that does not change: those of batches, give or take."""
+    normal = torch.randn(steps, generator=torch.Generator().manual_seed(seed))
+    relative = {
+        "narrow": 1 + 0.02 * normal,
+        "wide": 1 + 0.1 * normal,
+        "skewed": (0.2 * normal - 0.02).exp(),
+        "near zero": (0.2 * normal - 0.02).exp() * 1e-6,
+    }
+    return relative[kind].tolist()
+
+
+@pytest.mark.parametrize("kind", ["narrow", "wide", "skewed", "near zero"])
+def test_noise_alone_hardly_slows_the_multipliers_down(kind):
+    grown = []
+    for seed in range(5):
+        guard, multipliers = LastLayerGuard(0.02), Multipliers(1, 0.02, optim="sgd")
+        for loss in draws(kind, 600, seed):
+            guard.observe(torch.tensor(loss))
+            multipliers.step(torch.ones(1), guard.growth, guard.shrinks)
+        grown.append(multipliers.values.item() / (600 * 0.02))
+    assert sum(grown) / len(grown) > 0.85
+
+
+@pytest.mark.parametrize("kind", ["narrow", "wide", "skewed", "near zero"])
+def test_a_rise_makes_the_multipliers_shrink_until_the_loss_is_back(kind):
+    guard = LastLayerGuard(0.02)
+    losses = draws(kind, 300, seed=0)
+    for loss in losses[:150]:
+        guard.observe(torch.tensor(loss))
+    shrinks = []
+    for loss in losses[150:200]:
+        guard.observe(torch.tensor(1.5 * loss))
+        shrinks.append(guard.shrinks.item())
+    assert not shrinks[0] and all(shrinks[15:])
+    assert guard.rise.item() == pytest.approx(0.5, abs=0.2)
+    for loss in losses[200:250]:
+        guard.observe(torch.tensor(loss))
+    assert not guard.shrinks and guard.growth > 0
+
+
+def test_the_statistics_are_those_of_sums_written_out():
+    guard, losses = LastLayerGuard(0.1), draws("wide", 60, seed=1)
+    for loss in losses:
+        guard.observe(torch.tensor(loss))
+    newest_weights = (
+        lambda step: max(1 / step, 1 / 10),
+        lambda step: min(max(1 / step, 1 / 10), 4 / (step + 3)),
+    )
+    for index, newest in enumerate(newest_weights):
+        weights = []
+        for step in range(1, 61):
+            weights = [weight * (1 - newest(step)) for weight in weights] + [newest(step)]
+        mean = sum(weight * loss for weight, loss in zip(weights, losses))
+        assert guard.means[index].item() == pytest.approx(mean, rel=1e-5)
+        squares = sum(weight**2 for weight in weights)
+        assert guard.square_weights[index].item() == pytest.approx(squares, rel=1e-5)
+        halves = [(after - before) ** 2 / 2 for before, after in pairwise(losses)]
+        variance = halves[0]
+        for step, half in enumerate(halves[1:], start=3):
+            variance += newest(step) * (half - variance)
+        assert guard.variances[index].item() == pytest.approx(variance, rel=1e-5)
+
+
+def test_a_falling_loss_is_no_rise_and_its_trend_no_noise():
+    guard = LastLayerGuard(0.0)
+    for step in range(100):
+        guard.observe(torch.tensor(5.0 - 0.04 * step))
+        assert not guard.shrinks and guard.growth == 1
+    assert guard.standard_errors.max() < 0.04
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    guard = LastLayerGuard(0.02)
+    for loss in draws("wide", 50, seed=0):
+        guard.observe(torch.tensor(loss))
+    before = guard.state_dict()
+    for loss in (math.nan, math.inf):
+        guard.observe(torch.tensor(loss))
+    for name, tensor in guard.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+# ---- the point of rest, on a convex problem ----
+
+# f_1 = 2 - x_1, f_2 = 2 - x_2, f_3 = 1 + (x_1^2 + x_2^2) / 2, with the constraints x_1 >= b_1 and x_2 >= b_2. For
+# multipliers lambda the Lagrangian is least at x = lambda. Within f_3 <= 1 + delta x lies in a circle of the radius
+# sqrt(2 delta): the point that violates the constraints least is b cut to that length.
+
+
+def rest(needs: list[float], steps: int = 6000, **settings) -> tuple[torch.Tensor, float]:
+    """The multipliers, and the f_3, at which training of the convex problem rests: means over the last half."""
+    targets = {layer: 2 - need for layer, need in enumerate(needs, start=1)}
+    given = {"loss_targets": targets, "initial_loss_bound": 4.0, "dual_warmup_steps": 50}
+    args = DescentArguments(target_margin=0.0, normalize_violations=False, **given, **settings)
+    state = DescentState(args, 3, steps, 0)
+    found = []
+    for step in range(steps):
+        x = state.multipliers.values * (step >= 50)
+        losses = torch.tensor([2 - x[0], 2 - x[1], 1 + x.square().sum() / 2])
+        state.dual_step(losses, step)
+        found.append(torch.cat([x, losses[-1:]]))
+    *x, last = torch.stack(found)[steps // 2 :].mean(0)
+    return torch.stack(x), last.item()
+
+
+PLAIN = {"dual_optim": "sgd", "dual_learning_rate": 0.002}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [0.02, 0.1])
+def test_constraints_beyond_the_limit_are_violated_as_little_as_it_allows(limit):
+    needs = torch.tensor([0.9, 0.3])
+    x, last = rest(needs.tolist(), max_last_layer_rise=limit, **PLAIN)
+    assert last == pytest.approx(1 + limit, abs=0.1 * limit)
+    expected = math.sqrt(2 * limit) * needs / needs.norm()
+    torch.testing.assert_close(x, expected, rtol=0.1, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [0.1, None])
+def test_constraints_within_the_limit_are_met_as_without_it(limit):
+    x, last = rest([0.3, 0.2], max_last_layer_rise=limit, **PLAIN)
+    torch.testing.assert_close(x, torch.tensor([0.3, 0.2]), rtol=0, atol=0.01)
+    assert last == pytest.approx(1 + 0.13 / 2, abs=0.01)
+
+
+RULES = {
+    "adam": {"dual_optim": "adam", "dual_learning_rate": 0.005},
+    "pi": {"dual_optim": "pi", "dual_learning_rate": 0.005},
+    "weight decay": PLAIN | {"resilience": 0.01},
+    "slack": PLAIN | {"resilience": 0.01, "resilience_form": "slack"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+def test_every_dual_rule_keeps_to_the_limit(rule):
+    for limit in (0.05, None):
+        _, last = rest([0.9, 0.3], max_last_layer_rise=limit, **RULES[rule])
+        if limit is None:
+            assert last > 1.3
+        else:
+            assert last == pytest.approx(1 + limit, abs=0.5 * limit)
+
+
+# ---- in a state, and on disk ----
+
+
+def state_of(**settings) -> DescentState:
+    given = {"loss_targets": {1: 0.1}, "initial_loss_bound": 4.0, "dual_optim": "sgd"}
+    return DescentState(DescentArguments(**given, **settings), 2, 200, 0)
+
+
+def rising(step: int) -> torch.Tensor:
+    return torch.tensor([2.0, 1.0 if step < 60 else 1.5])
+
+
+@pytest.mark.parametrize(
+    "objective", ["descent", "fixed", "hinge", "quadratic", "deep_supervision"]
+)
+def test_only_multipliers_that_move_are_limited(objective):
+    given = {"fixed_multipliers": [1.0]} if objective == "fixed" else {}
+    guarded, free = (
+        state_of(objective=objective, max_last_layer_rise=limit, **given) for limit in (0.02, None)
+    )
+    for step in range(100):
+        for state in (guarded, free):
+            state.dual_step(rising(step), step)
+    differs = not torch.equal(guarded.multipliers.values, free.multipliers.values)
+    assert differs == (objective == "descent")
+    if objective == "fixed":
+        assert guarded.multipliers.values.tolist() == [1.0]
+
+
+def test_held_out_losses_are_what_the_limit_is_about():
+    """The training loss rises, that of held-out rows does not; and the other way round."""
+
+    class Rows:
+        count = 200
+
+        def __init__(self, rises):
+            self._rises = rises
+
+        def layer_losses(self, layers, turn):
+            return rising(2 * turn if self._rises else 0)
+
+    args = DescentArguments(loss_targets={1: 0.1}, initial_loss_bound=4.0, dual_holdout=0.1)
+    for held_out_rises in (True, False):
+        state = DescentState(args, 2, 800, 0, held_out=Rows(held_out_rises))
+        for step in range(800):
+            state.dual_step(rising(0 if held_out_rises else step // 4), step)
+        assert state.guard.shrinks.item() == held_out_rises
+
+
+def test_a_rise_is_said_once_with_numbers_and_what_to_ask_less(caplog):
+    state = state_of(descent_alpha="line")
+    for step in range(200):
+        state.dual_step(rising(step), step)
+        if step % 10 == 9:
+            logs = state.logs(step + 1)
+    (told,) = [record.message for record in caplog.records if "last layer worse" in record.message]
+    numbers = re.search(r"its loss rose from (\S+) to (\S+) \(\+(\S+)%\)", told)
+    best, highest, percent = (float(number) for number in numbers.groups())
+    assert best == 1 and 1.1 < highest <= 1.5
+    assert percent == pytest.approx(100 * (highest - 1), abs=0.1)
+    for remedy in (
+        "a `descent_strength` below 0.5",
+        "fewer `constrained_layers`",
+        "`exit_targets`",
+    ):
+        assert remedy in told
+    assert "dual_learning_rate" not in caplog.text
+    assert logs["last_layer_rise"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
+    straight, first = state_of(), state_of()
+    for step in range(200):
+        straight.dual_step(rising(step), step)
+    for step in range(70):
+        first.dual_step(rising(step), step)
+    first.save(str(tmp_path))
+    second = state_of()
+    second.load(str(tmp_path))
+    for step in range(70, 200):
+        second.dual_step(rising(step), step)
+    ours, theirs = straight.state_dict()[0], second.state_dict()[0]
+    assert ours.keys() == theirs.keys() and any(name.startswith("guard.") for name in ours)
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("limit", [0.02, None])
+def test_a_checkpoint_without_the_limit_s_state_can_be_resumed_from(tmp_path, limit):
+    saved = state_of(max_last_layer_rise=0.02)
+    for step in range(70):
+        saved.dual_step(rising(step), step)
+    saved.save(str(tmp_path))
+    path = tmp_path / STATE_NAME
+    _, meta = saved.state_dict()
+    old = {"closing_losses"}
+    tensors = {
+        name: tensor
+        for name, tensor in load_file(path).items()
+        if name not in old and not name.startswith("guard.")
+    }
+    save_file(tensors, path, metadata={"state": json.dumps(meta)})
+    state = state_of(max_last_layer_rise=limit)
+    state.load(str(tmp_path))
+    assert torch.equal(state.multipliers.values, saved.multipliers.values)
+
+
+def test_the_limit_counts_optimizer_steps_however_they_are_accumulated(tmp_path):
+    found = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        args = config(
+            tmp_path, max_steps=24, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
+            dual_warmup_steps=2, learning_rate=1e-3,
+        )  # fmt: skip
+        trainer = trained(bert(), args, InOrder, train_dataset=DATA)
+        found.append(trainer._dual.guard.state_dict())
+    assert found[0]["count"] == 24
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_run_that_is_ruined_without_the_limit_is_not_with_it():
+    """The multiplier of a bound that cannot be met grows without end, and with it the loss of the last layer."""
+    problem = DescentProblem(None, 4.0, 2, loss_targets={1: 0.1})
+    ends = {}
+    for limit in (0.02, None):
+        args = DescentArguments(
+            loss_targets={1: 0.1}, initial_loss_bound=4.0, max_last_layer_rise=limit
+        )
+        state = DescentState(args, 2, 400, 0)
+        x = torch.zeros(())
+        for step in range(400):
+            losses = torch.stack([1.5 + (x - 1) ** 2, 1 + x**2])
+            state.dual_step(losses, step)
+            slope = 2 * x + state.multipliers.values[0] * 2 * (x - 1)
+            x = x - 0.05 * slope / (1 + state.multipliers.values[0])
+        ends[limit] = losses[-1].item()
+    assert problem.violations(torch.tensor([1.5, 1.0]))[0] > 0
+    assert ends[0.02] < 1.1 and ends[None] > 1.5

@@ -21,14 +21,15 @@ c: it is the smallest one at which f_L keeps to its limit. In a convex problem t
 
 whose multiplier is c: of all models within the limit, training finds the one that violates the constraints least.
 
-**Noise.** A single batch says little about f_L, so the guard compares means with their standard errors s, which it
-estimates from the differences between successive steps (a trend does not count as noise):
+**Noise.** A single batch says little about f_L, so the guard adds up evidence over steps (a CUSUM test). With s the
+standard deviation of a batch's f_L, estimated from the differences between successive steps, so that a trend does not
+count as noise:
 
-- the present mean m covers about the last 20 steps;
-- f_best is the lowest upper limit `m_slow + 2 s_slow` of a mean over about the last half of the steps so far. Its
-  window grows with the run, so that chance does not make f_best lower and lower;
-- multipliers stop growing while m is above the limit by more than s, and start to shrink when it is above by more
-  than 4 s. They shrink until m is back at the limit.
+    evidence <- [evidence + (f_L - limit) / s - 1/4]   kept within 0 and 12,   of which a step adds at most 3.
+
+Multipliers grow by the share `1 - evidence / 12` of what the dual rule wants. At 12 they begin to shrink, until the
+evidence is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of
+the steps so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
 rest again. Each time that they begin to shrink, the pace of growth becomes a tenth of what it was, as the windows of
@@ -57,8 +58,10 @@ class LastLayerGuard:
     WINDOW = 10  # steps: the present mean gives the newest loss the weight 1/10
     SLOW_SHARE = 4  # the slow mean gives the newest of t losses the weight 4/t
     FIRST_BEST = 20  # losses before which no best value is taken
-    # How many standard errors above the limit multipliers hold and shrink, and the best value is put higher.
-    HOLDS, SHRINKS, OF_BEST = 1.0, 4.0, 2.0
+    OF_BEST = 2.0  # standard errors by which the best value is put higher
+    # Evidence: how much makes multipliers shrink, the most of a step, and what noise alone may give in a step.
+    ENOUGH, MOST, ALLOWED = 12.0, 3.0, 0.25
+    LEAST_NOISE = 1e-3  # of the limit, for losses that hardly vary
     # Factors of the pace of growth, whenever multipliers begin to shrink and in each step after; its least value.
     BACK_OFF, RECOVERY = 0.1, 1.01
     LEAST_PACE = 0.01
@@ -69,6 +72,7 @@ class LastLayerGuard:
         "square_weights",
         "variances",
         "best",
+        "evidence",
         "shrinks",
         "pace",
     )
@@ -83,6 +87,7 @@ class LastLayerGuard:
         self.square_weights = zero.new_zeros(2)
         self.variances = zero.new_zeros(2)
         self.best = torch.full_like(zero, torch.inf)  # the upper limit of the best mean so far
+        self.evidence = zero.clone()
         self.shrinks = zero.bool()
         self.pace = torch.ones_like(zero)
         # The highest present mean of the steps that shrink, and the best value of that step.
@@ -95,19 +100,16 @@ class LastLayerGuard:
         usable = torch.isfinite(loss)
         loss = loss.to(self.means)
 
+        self._add_evidence(loss)
         self._add_to_means(loss)
-        present, slow = self.means
-        error, slow_error = self.standard_errors
-        candidate = torch.where(
-            self.count >= self.FIRST_BEST, slow + self.OF_BEST * slow_error, torch.inf
-        )
+        candidate = self.means[1] + self.OF_BEST * self.standard_errors[1]
+        candidate = torch.where(self.count >= self.FIRST_BEST, candidate, torch.inf)
         self.best = torch.minimum(self.best, candidate)
-        is_proven = present - self.SHRINKS * error > self.limit
-        shrinks = (present > self.limit) & (self.shrinks | is_proven)
+        begins = (self.evidence >= self.ENOUGH) & ~self.shrinks
+        self.shrinks = (self.evidence > 0) & (self.shrinks | begins)
         slower = (self.BACK_OFF * self.pace).clamp(min=self.LEAST_PACE)
         faster = (self.RECOVERY * self.pace).clamp(max=1.0)
-        self.pace = torch.where(shrinks, torch.where(self.shrinks, self.pace, slower), faster)
-        self.shrinks = shrinks
+        self.pace = torch.where(begins, slower, torch.where(self.shrinks, self.pace, faster))
 
         for name, old in before.items():
             setattr(self, name, torch.where(usable, getattr(self, name), old))
@@ -121,6 +123,13 @@ class LastLayerGuard:
         time; reads from the device. `None` where there was no such step."""
         highest, best = self._highest.tolist()
         return (highest, best) if math.isfinite(best) else (None, None)
+
+    def _add_evidence(self, loss: torch.Tensor) -> None:
+        noise = self.variances.max().sqrt()
+        noise = torch.maximum(noise, self.LEAST_NOISE * self.limit.abs())
+        excess = (loss - self.limit) / noise.clamp(min=torch.finfo(noise.dtype).tiny) - self.ALLOWED
+        excess = torch.where(self.limit.isfinite(), excess, 0.0)
+        self.evidence = (self.evidence + excess.clamp(max=self.MOST)).clamp(0, self.ENOUGH)
 
     def _add_to_means(self, loss: torch.Tensor) -> None:
         self.count = self.count + 1
@@ -149,8 +158,7 @@ class LastLayerGuard:
     @property
     def growth(self) -> torch.Tensor:
         """The share of its growth that a multiplier may take, from 0 to 1; a scalar tensor."""
-        holds = self.means[0] - self.HOLDS * self.standard_errors[0] > self.limit
-        return torch.where(self.shrinks | holds, 0.0, self.pace)
+        return torch.where(self.shrinks, 0.0, self.pace * (1 - self.evidence / self.ENOUGH))
 
     @property
     def rise(self) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Multipliers:
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
-    SHRINKAGE = 0.1  # the share by which a step shrinks multipliers that have to
+    SHRINKAGE = 0.2  # the share by which a step shrinks multipliers that have to
     BOUND, DAMPING = 0.05, 200.0  # of "pi": the violation above which it is all the same, and K
     _TENSORS = (
         "values",

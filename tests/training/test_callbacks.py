@@ -2,17 +2,21 @@ import io
 import json
 import logging
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from programs import ROOT, python
 from tiny import Stream, bert, classification_data, config, trained, watch
 
 from hf_descent import DescentTrainer
+from hf_descent.constraints.state import DescentState
 from hf_descent.evaluation import Certificate
 from hf_descent.evaluation.plots import pixels, plot_evaluation
-from hf_descent.training.callbacks import show_messages
+from hf_descent.training.callbacks import show_messages, training_line
+from hf_descent.training.checks import report_layers_at_chance
 
 
 DATA = classification_data(32)
@@ -123,3 +127,53 @@ def test_trackio_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path
         "RGB"
     )
     np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):
+    args = config(tmp_path, max_steps=4, logging_steps=2, dual_warmup_steps=3)
+    trainer = trained(bert(), args, train_dataset=DATA)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(lines) == len(logs) == 2
+    assert {"layer_loss_1", "violation_1", "multiplier_1"} <= logs[1].keys()  # for the trackers
+    for line, log in zip(lines, logs, strict=True):
+        violations = {layer: log[f"violation_{layer}"] for layer in (1, 2, 3)}
+        behind = max(violations, key=violations.get)
+        loss, distance = log[f"layer_loss_{behind}"], abs(violations[behind])
+        side = "above" if violations[behind] > 0 else "below"
+        assert f"step {log['step']}/4 | f_L {log['loss']:.3g} | " in line
+        assert f"layer {behind} at {loss:.3g}, {distance:.3g} {side} what is asked" in line
+        assert ("multipliers" in line) == (log["step"] > 2)
+    multipliers = [logs[1][f"multiplier_{layer}"] for layer in (1, 2, 3)]
+    assert f"multipliers {min(multipliers):.3g} to {max(multipliers):.3g}" in lines[1]
+    assert f"acted on {logs[1]['max_acting_violation']:.3g}" in lines[1]
+
+
+def test_the_violation_that_training_acts_on_has_its_margin(tmp_path):
+    args = config(
+        tmp_path, max_steps=2, logging_steps=2, descent_alpha=None, loss_targets={2: 1.0}, target_margin=0.25,
+        dual_warmup_steps=0,
+    )  # fmt: skip
+    trainer = trained(bert(), args, train_dataset=DATA)
+    (log,) = [log for log in trainer.state.log_history if "loss" in log]
+    assert log["max_violation"] == pytest.approx(log["layer_loss_2"] - 1)
+    assert log["max_acting_violation"] == pytest.approx(log["layer_loss_2"] - 0.75)
+    assert training_line(log, 2, 2).count("|") == 5
+
+
+@pytest.mark.parametrize("logs", [{}, {"eval_loss": 1.0}, {"loss": 1.0}, {"train_runtime": 1.0}])
+def test_logs_without_constraints_are_printed_as_they_are(logs):
+    assert training_line(logs, 1, 2) is None
+
+
+def test_layers_that_stay_at_chance_are_said_whenever_it_happens(tmp_path, caplog):
+    """The last layer learns late: long after the warm-up, and a tenth of the run."""
+    readout = SimpleNamespace(readout=None, model=bert())
+    args = config(tmp_path, descent_alpha="line", dual_warmup_steps=5)
+    state = DescentState(args, 3, 100, 0, chance=1.0)
+    with caplog.at_level(logging.INFO):
+        for step in range(100):
+            state.dual_step(torch.tensor([1.0, 1.0, 1.0 if step < 50 else 0.3]), step)
+            report_layers_at_chance(readout, state, step + 1)
+    (told,) = [record.message for record in caplog.records if "still at chance" in record.message]
+    assert "After 51 steps 2 of 3 layers" in told and 'readout="mean"' in told

@@ -253,3 +253,12 @@ class UnchunkedLoss:
         super().__post_init__()
         if self.loss_type == "chunked_nll":
             self.loss_type = "nll"
+
+
+# ---- what a trainer counts from the first training to the last ----
+
+
+def token_counts(trainer: Trainer) -> dict[str, Any]:
+    """The counts of TRL's trainer, by the names of its attributes; empty for other trainers."""
+    names = ("_metrics", "_total_train_tokens")
+    return {name: vars(trainer)[name] for name in names if name in vars(trainer)}

@@ -31,6 +31,7 @@ from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
 from .constraints.state import STATE_NAME, DescentState
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from .evaluation.side_by_side import SideBySide
 from .hub.card import PAPER, TAGS
 from .hub.push import write_card
 from .losses.task import TaskLoss
@@ -45,6 +46,7 @@ from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, results_of_weights
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
+from .training.plain_arm import train_both
 from .training.records import LayerTotals, RunRecord, StepSums, counted_step
 from .training.search import default_objective
 
@@ -511,6 +513,26 @@ class DescentMixin:
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         resume_from_checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def train_with_plain(
+        self, resume_from_checkpoint=None, eval_dataset=None, **settings
+    ) -> SideBySide:
+        """Train the model twice from the same start, first plainly, then as the arguments say, and compare the two.
+
+        Both trainings have the same draws, order of the data, learning rate and steps; the trainer is left as by
+        `train`. The plain model is in the folder `_plain` of `output_dir`, with its layer profile: verdicts on this
+        run tell the price beside it, and `hf-descent compare` reads it. Trackers get the second training alone.
+
+        Args:
+            resume_from_checkpoint: as of `train`, for the arm that was interrupted. With `True`, or the folder of a
+                checkpoint of the second training, a finished plain training is not repeated.
+            eval_dataset: the examples to compare on, as [`evaluate_layers`] takes them.
+            settings: passed to [`evaluate_layers`], such as `gamma`.
+
+        ValueError where the objective is plain training already, the model is sharded, `optimizers` were given, or as
+        of `train` and [`evaluate_layers`].
+        """
+        return train_both(self, resume_from_checkpoint, eval_dataset, settings)
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.

@@ -1,0 +1,118 @@
+"""Plain and constrained training of one model, measured on the same examples: what the constraints gain and cost."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..configs import DescentArguments
+from ..runs import RunFolder
+from .certificates import MET, Certificate
+from .profile import LayerProfile
+from .scoring import format_table
+
+
+# A run's folder of plain training. Its name begins so that neither Trainer nor `hf-descent card` uploads it.
+PLAIN_FOLDER = "_plain"
+# Of this package's arguments those that plain training depends on, too.
+OF_THE_INPUT = {"noise_gamma", "noise_sigma"}
+
+
+@dataclass
+class SideBySide:
+    """Two profiles of the layers on the same data.
+
+    Attributes:
+        plain ([`LayerProfile`]): of plain training.
+        trained ([`LayerProfile`]): of training with another objective, from the same start.
+        objective (`str`): that objective.
+    """
+
+    plain: LayerProfile
+    trained: LayerProfile
+    objective: str = "descent"
+
+    def __post_init__(self):
+        if self.plain.data != self.trained.data or self.plain.gamma != self.trained.gamma:
+            raise ValueError(
+                "The two profiles are not of the same examples in the same batches, at one noise level: measure both "
+                "alike."
+            )
+
+    @property
+    def price(self) -> float:
+        """By what share the last layer's loss is above that of plain training; below 0 where it is lower."""
+        return float(self.trained.losses[-1] / self.plain.losses[-1] - 1)
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The verdict on the constrained model; `None` without constraints."""
+        return None if self.trained.problem is None else self.trained.certificate()
+
+    @property
+    def plain_certificate(self) -> Certificate | None:
+        """The verdict on the plain model, by the constraints of the other."""
+        if self.trained.problem is None:
+            return None
+        also_selected = (self.plain.facts or {}).get("also_selected", False)
+        facts = {"also_selected": also_selected}
+        return replace(self.plain, problem=self.trained.problem, facts=facts).certificate()
+
+    def __str__(self) -> str:
+        metric = self.trained.metric
+        title = [
+            "layer",
+            "loss: plain",
+            self.objective,
+            "change",
+            f"{metric}: plain",
+            self.objective,
+        ]
+        table = [title]
+        columns = zip(
+            self.plain.losses, self.trained.losses, self.plain.values, self.trained.values
+        )
+        for layer, (plain, loss, plain_value, value) in enumerate(columns, start=1):
+            change = f"{loss / plain - 1:+.1%}" if plain > 0 else "-"
+            numbers = [f"{plain:.4g}", f"{loss:.4g}", change, f"{plain_value:.4g}", f"{value:.4g}"]
+            table.append([f"{layer}", *numbers])
+
+        lines = [format_table(table)]
+        if self.certificate is None:
+            lines.append(self._price())
+            return "\n".join(lines)
+        verdict = str(self.certificate)
+        if self._price() not in verdict:
+            lines.append(f"{self._price()}.")
+        met = self.plain_certificate.verdicts.count(MET)
+        rows = len(self.certificate.rows)
+        lines += [verdict, f"Plain training meets {met} of these {rows} rows."]
+        return "\n".join(lines)
+
+    def _price(self) -> str:
+        trained, plain = self.trained.losses[-1], self.plain.losses[-1]
+        return f"Last layer: {trained:.4g}, plain training {plain:.4g} ({100 * self.price:+.1f} %)"
+
+
+def plain_profile(
+    folder: str, summary: Mapping[str, Any], profile: LayerProfile
+) -> LayerProfile | None:
+    """The profile of the plain run beside the run in `folder`, on the data and at the noise level of `profile`; `None`
+    where there is none, or where its settings are not those in the run's `summary`."""
+    plain = RunFolder(os.path.join(folder, PLAIN_FOLDER))
+    if not plain.path.is_dir() or not differ_in_objective_alone(summary, plain.summary):
+        return None
+    for other in plain.results(LayerProfile, "layer_profile*"):
+        if (other.data, other.gamma) == (profile.data, profile.gamma):
+            return other
+    return None
+
+
+def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Whether `plain` tells of plain training with the other settings of the run of `summary`."""
+    own, other = summary.get("arguments"), plain.get("arguments")
+    if not own or not other or other.get("objective") != "erm":
+        return False
+    of_constraints = {argument.name for argument in fields(DescentArguments)} - OF_THE_INPUT
+    names = (own.keys() | other.keys()) - of_constraints
+    return all(own.get(name) == other.get(name) for name in names)

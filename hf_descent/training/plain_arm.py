@@ -1,0 +1,197 @@
+"""Plain training in a trainer that constrains its layers: from the same start, with the same draws and settings."""
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import Trainer, TrainerCallback
+
+from ..compat import token_counts
+from ..evaluation.side_by_side import (
+    PLAIN_FOLDER,
+    SideBySide,
+    differ_in_objective_alone,
+    plain_profile,
+)
+from ..logs import get_logger
+from ..readout import random_state
+from ..readout.stack import unwrapped
+from ..readout.tape import assigned
+from ..runs import RunFolder, training_arguments
+from .callbacks import DescentCallback
+from .checkpoints import newest_complete_checkpoint, on_first_process
+from .evaluation import chosen_dataset
+from .holdout import split
+
+
+logger = get_logger(__name__)
+
+
+def check_can_train_twice(trainer: Trainer) -> None:
+    """ValueError where a trainer cannot train its model plainly first, before any training time is spent."""
+    if trainer.args.objective == "erm":
+        raise ValueError(
+            "`objective` is 'erm', which is plain training itself: give the objective to compare with it."
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "The weights of a sharded model cannot be put back to train it a second time: train with "
+            "`objective='erm'` in a run of its own, and compare the runs by `hf-descent compare`."
+        )
+    given = trainer.optimizer is not None or trainer.lr_scheduler is not None
+    if given and not isinstance(trainer.optimizer, AcceleratedOptimizer):
+        raise ValueError(
+            "`optimizers` are of one training: give `optimizer_cls_and_kwargs`, or the names in the config, so that "
+            "plain training gets its own."
+        )
+
+
+def plain_arguments(trainer: Trainer) -> Any:
+    """The trainer's arguments for plain training, in a folder below the run's."""
+    args = copy.copy(trainer.args)
+    args.objective = "erm"
+    args.output_dir = os.path.join(trainer.args.output_dir, PLAIN_FOLDER)
+    args.push_to_hub = False
+    args.resume_from_checkpoint = None
+    return args
+
+
+@contextmanager
+def plain_arm(trainer: Trainer) -> Iterator[None]:
+    """Within it the trainer trains plainly, in a folder of its own; after it all is as before: arguments, weights,
+    random states, callbacks and counts, so that the next training is the one that it would have been.
+
+    ValueError as of [`check_can_train_twice`].
+    """
+    check_can_train_twice(trainer)
+    model = trainer.model
+    start = None if trainer.model_init is not None else _trained_tensors(model)
+    devices = random_state.accelerators(model)
+    collator = trainer.data_collator
+    generators = [(collator, "generator")] if hasattr(collator, "generator") else []
+    own_generator = copy.deepcopy(getattr(collator, "generator", None))
+    counts = copy.deepcopy(token_counts(trainer))
+    # Rows that move the multipliers are in no part of plain training either.
+    rows, _ = split(trainer.train_dataset, trainer.args)
+    handler = trainer.callback_handler
+
+    with (
+        random_state.preserved(devices),
+        assigned(generators, own_generator),
+        assigned([(trainer, "args")], plain_arguments(trainer)),
+        assigned([(trainer, "train_dataset")], rows),
+        assigned([(handler, "callbacks")], _callbacks_of_its_own(handler.callbacks)),
+    ):
+        try:
+            yield
+        finally:
+            vars(trainer).update(counts)
+            _forget_training(trainer)
+            if start is not None:
+                _put_back(model, start)
+
+
+def _trained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies, on the CPU, of what training changes in a model: trained parameters, and buffers."""
+    return {
+        name: tensor.detach().to("cpu", copy=True)
+        for name, tensor in _changing(unwrapped(model)).items()
+    }
+
+
+def _put_back(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in _changing(unwrapped(model)).items():
+            tensor.copy_(tensors[name])
+            tensor.grad = None
+
+
+def _changing(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+    return trained | dict(model.named_buffers())
+
+
+def _callbacks_of_its_own(callbacks: list[TrainerCallback]) -> list[TrainerCallback]:
+    """Copies, with states of their own. Trackers, which would mix two trainings in one run, are left out."""
+    return [
+        copy.copy(callback)
+        for callback in callbacks
+        if not type(callback).__module__.startswith("transformers.integrations")
+        and not isinstance(callback, DescentCallback)
+    ]
+
+
+def _forget_training(trainer: Trainer) -> None:
+    """Let the next training make its own optimizer, and wrap the model anew."""
+    trainer.optimizer = None
+    trainer.lr_scheduler = None
+    trainer.model_wrapped = trainer.accelerator.unwrap_model(
+        trainer.model_wrapped, keep_fp32_wrapper=False
+    )
+    trainer.accelerator.free_memory()
+
+
+def train_both(
+    trainer: Trainer, resume: str | bool | None, eval_dataset: Any, settings: Mapping[str, Any]
+) -> SideBySide:
+    """See [`DescentMixin.train_with_plain`]."""
+    check_can_train_twice(trainer)
+    chosen_dataset(trainer.eval_dataset, eval_dataset)  # raises now what it would after training
+    if not (resume and is_finished(trainer)):
+        with plain_arm(trainer):
+            logger.info(f"Plain training comes first, in {trainer.args.output_dir}.")
+            trainer.train(where_to_go_on(trainer, bool(resume)))
+            trainer.save_model()
+            trainer.save_state()
+            profile = trainer.evaluate_layers(eval_dataset, **settings)
+            if trainer.is_world_process_zero():
+                RunFolder(trainer.args.output_dir).write(
+                    {f"layer_profile{profile.ending}": profile}
+                )
+            trainer.accelerator.wait_for_everyone()
+    trainer.train(where_to_go_on(trainer, resume))
+    profile = trainer.evaluate_layers(eval_dataset, **settings)
+    summary = {"arguments": training_arguments(trainer.args)}
+    plain = plain_profile(trainer.args.output_dir, summary, profile)
+    if plain is None:
+        raise ValueError(
+            "The finished plain run was measured on other examples: remove its folder "
+            f"{os.path.join(trainer.args.output_dir, PLAIN_FOLDER)!r}, and resume."
+        )
+    found = SideBySide(plain, profile, trainer.args.objective)
+    logger.info(f"Plain training beside {trainer.args.objective!r}, on the same examples:\n{found}")
+    return found
+
+
+def where_to_go_on(trainer: Trainer, resume: str | bool | None) -> str | bool | None:
+    """What `train` takes to resume one arm of two, in the present output folder: `None` where that arm has no complete
+    checkpoint, since the other may have been the one that was killed."""
+    if resume is not True:
+        return resume
+    return on_first_process(trainer.args, _newest_checkpoint, trainer.args.output_dir)
+
+
+def _newest_checkpoint(folder: str) -> str | None:
+    with suppress(ValueError):
+        return newest_complete_checkpoint(folder)
+    return None
+
+
+def is_finished(trainer: Trainer) -> bool:
+    """Whether the folder of the trainer's plain training holds the results of one with the same settings."""
+    settings = {"arguments": training_arguments(trainer.args)}
+
+    def has_results(folder: str) -> bool:
+        run = RunFolder(folder)
+        if not run.path.is_dir() or not run.fresh("layer_profile*.json"):
+            return False
+        return differ_in_objective_alone(settings, run.summary)
+
+    folder = os.path.join(trainer.args.output_dir, PLAIN_FOLDER)
+    return on_first_process(trainer.args, has_results, folder)

@@ -1,0 +1,176 @@
+"""Plain training beside constrained training: both are what they are by themselves, in every bit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny import bert, classification_data, config
+from transformers import TrainerCallback
+
+from hf_descent import DescentTrainer
+from hf_descent.evaluation import LayerProfile
+from hf_descent.evaluation.comparison import Run
+
+
+ROWS = classification_data(64, pad=False)
+TEST = classification_data(48, seed=1, pad=False)
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def history(trainer):
+    timed = ("_runtime", "_per_second")
+    return [
+        {name: value for name, value in log.items() if not name.endswith(timed)}
+        for log in trainer.state.log_history
+    ]
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query"])
+    torch.manual_seed(7)
+    return peft.get_peft_model(bert(dropout=0.1), lora)
+
+
+def make(folder, start, **settings):
+    args = config(folder, dual_warmup_steps=2, eval_strategy="steps", eval_steps=3, **settings)
+    given = {"train_dataset": ROWS, "eval_dataset": TEST}
+    if start == "model_init":
+        return DescentTrainer(args=args, model_init=lambda: bert(dropout=0.1), **given)
+    model = adapted() if start == "lora" else bert(dropout=0.1)
+    return DescentTrainer(model, args, **given)
+
+
+@pytest.mark.parametrize("start", ["model", "model_init", "lora"])
+def test_both_arms_are_the_trainings_that_they_would_be_alone(tmp_path, start):
+    both = make(tmp_path / "both", start)
+    found = both.train_with_plain()
+    alone = {}
+    for objective in ("erm", "descent"):
+        alone[objective] = make(tmp_path / objective, start, objective=objective)
+        alone[objective].train()
+    assert weights(both.model).equal(weights(alone["descent"].model))
+    assert history(both) == history(alone["descent"])
+    assert both.args.objective == "descent" and both.args.output_dir == str(tmp_path / "both")
+    state = json.loads((tmp_path / "both" / "_plain" / "trainer_state.json").read_text())
+    losses = [log["loss"] for log in state["log_history"] if "loss" in log]
+    assert losses == [log["loss"] for log in alone["erm"].state.log_history if "loss" in log]
+    for profile, objective in ((found.plain, "erm"), (found.trained, "descent")):
+        expected = alone[objective].evaluate_layers()
+        np.testing.assert_array_equal(profile.losses, expected.losses)
+        np.testing.assert_array_equal(profile.values, expected.values)
+    assert found.price == pytest.approx(found.trained.losses[-1] / found.plain.losses[-1] - 1)
+
+
+def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_path, caplog):
+    trainer = make(tmp_path, "model", exit_targets={1: 0.5}, descent_alpha=None)
+    found = trainer.train_with_plain()
+    trainer.save_model()
+    trainer.create_model_card()
+    plain = Run.load(str(tmp_path / "_plain"), needs_curve=False)
+    assert plain.summary["objective"] == "erm" and plain.seed == trainer.args.seed
+    assert (tmp_path / "_plain" / "model.safetensors").exists()
+    text = str(found)
+    own, other = found.trained.losses, found.plain.losses
+    for layer in (1, 2, 3):
+        line = text.splitlines()[layer].split()
+        assert line[:4] == [
+            f"{layer}",
+            f"{other[layer - 1]:.4g}",
+            f"{own[layer - 1]:.4g}",
+            f"{own[layer - 1] / other[layer - 1] - 1:+.1%}",
+        ]
+    price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %)"
+    assert f"Last layer: {price}" in text and "exit_1" in text
+    assert "Plain training meets" in text and text in caplog.text
+    assert found.plain_certificate.rows == found.certificate.rows == ["exit_1"]
+    # In verdicts, in files and on the card.
+    assert price in str(trainer.evaluate_layers().certificate())
+    assert price in (tmp_path / "README.md").read_text()
+    # Of other data, or other settings, the plain run says nothing.
+    assert "plain training" not in str(trainer.evaluate_layers(ROWS).certificate())
+    trainer.args.learning_rate *= 2
+    assert "no plain run" in str(trainer.evaluate_layers().certificate())
+
+
+class Killed(TrainerCallback):
+    """Ends the process, so to speak, in one of the two trainings."""
+
+    def __init__(self, objective, step):
+        self.objective = objective
+        self.step = step
+        self.begun = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begun.append((args.objective, state.global_step))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if (args.objective, state.global_step) == (self.objective, self.step):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_either_arm_is_resumed(tmp_path, objective):
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    whole = make(tmp_path / "whole", "model", **saves).train_with_plain()
+    trainer = make(tmp_path / "killed", "model", **saves)
+    trainer.add_callback(Killed(objective, 3))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train_with_plain()
+    assert trainer.args.objective == "descent"
+    again = make(tmp_path / "killed", "model", **saves)
+    watch = Killed(None, 0)
+    again.add_callback(watch)
+    found = again.train_with_plain(resume_from_checkpoint=True)
+    expected = {"erm": [("erm", 2), ("descent", 0)], "descent": [("descent", 2)]}
+    assert watch.begun == expected[objective]
+    np.testing.assert_array_equal(found.plain.losses, whole.plain.losses)
+    np.testing.assert_array_equal(found.trained.losses, whole.trained.losses)
+
+
+def test_a_finished_plain_run_with_other_settings_is_made_again(tmp_path):
+    make(tmp_path, "model").train_with_plain()
+    trainer = make(tmp_path, "model", learning_rate=3e-3)
+    watch = Killed(None, 0)
+    trainer.add_callback(watch)
+    trainer.train_with_plain(resume_from_checkpoint=True)
+    assert watch.begun == [("erm", 0), ("descent", 0)]
+
+
+def test_plain_training_leaves_out_the_rows_of_the_multipliers(tmp_path):
+    seen = {}
+
+    class Counting(TrainerCallback):
+        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            seen[args.objective] = [row["input_ids"].tolist() for row in train_dataloader.dataset]
+
+    rows = classification_data(420, pad=False)
+    args = config(tmp_path, dual_holdout=0.5, max_steps=2)
+    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=TEST)
+    trainer.add_callback(Counting())
+    trainer.train_with_plain()
+    assert seen["erm"] == seen["descent"] and len(seen["erm"]) == 210
+    assert trainer.train_dataset is rows
+
+
+def test_what_cannot_be_compared_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match="`objective` is 'erm', which is plain training itself"):
+        make(tmp_path, "model", objective="erm").train_with_plain()
+    model = bert()
+    optimizers = (torch.optim.SGD(model.parameters()), None)
+    args = config(tmp_path)
+    given = {"train_dataset": ROWS, "eval_dataset": TEST}
+    with pytest.raises(ValueError, match="`optimizers` are of one training.*optimizer_cls_and_kw"):
+        DescentTrainer(model, args, optimizers=optimizers, **given).train_with_plain()
+    with pytest.raises(ValueError, match="no `eval_dataset`"):
+        DescentTrainer(model, args, train_dataset=ROWS).train_with_plain()
+    sets = DescentTrainer(model, args, train_dataset=ROWS, eval_dataset={"a": TEST, "b": ROWS})
+    with pytest.raises(ValueError, match="several evaluation sets"):
+        sets.train_with_plain()
+    assert sets.train_with_plain(eval_dataset="a").trained.losses.shape == (3,)
+    profile = LayerProfile.from_json(str(tmp_path / "_plain" / "layer_profile.json"))
+    assert profile.problem is not None

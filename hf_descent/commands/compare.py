@@ -2,9 +2,12 @@
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
 
-from ..evaluation.comparison import compare
+from ..evaluation.comparison import Run, compare
 from ..evaluation.plots import save_comparison
+from ..evaluation.side_by_side import SideBySide
+from ..runs import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -35,6 +38,41 @@ def run(args: argparse.Namespace):
         for word in named:
             group, _, folder = word.partition("=")
             runs.setdefault(group, []).append(folder)
+    found = pair_of(runs)
+    for pair in found:
+        level = f" at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
+        print(f"Layers of both runs{level}\n{pair}\n")
+    if found and not has_curve(runs, args.curve):
+        return
     comparison = compare(runs, args.baseline, args.confidence, args.curve)
     files = save_comparison(comparison, args.output_dir)
     print(f"{comparison}\n\nWritten to {args.output_dir}: {', '.join(files)}")
+
+
+def folders_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
+    """The folders of all runs, grouped by name or not."""
+    groups = runs.values() if isinstance(runs, Mapping) else [runs]
+    return [folder for group in groups for folder in group]
+
+
+def has_curve(runs: Sequence[str] | Mapping[str, Sequence[str]], curve: str) -> bool:
+    return any(RunFolder(folder).fresh(f"{curve}.json") for folder in folders_of(runs))
+
+
+def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySide]:
+    """Of two runs, one of which is plain training, the layers side by side at each common noise level; none of other
+    runs, or where they were not measured on the same rows."""
+    folders = folders_of(runs)
+    if len(folders) != 2:
+        return []
+    first, second = (Run.load(folder, needs_curve=False) for folder in folders)
+    if first.summary.get("objective") != "erm":
+        first, second = second, first
+    objective = second.summary.get("objective")
+    if first.summary.get("objective") != "erm" or objective in (None, "erm"):
+        return []
+    return [
+        SideBySide(first.profiles[gamma], second.profiles[gamma], objective)
+        for gamma in sorted(first.profiles.keys() & second.profiles.keys())
+        if first.profiles[gamma].data == second.profiles[gamma].data
+    ]

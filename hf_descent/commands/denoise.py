@@ -134,8 +134,9 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
                 )
                 print(tables(results), end="\n\n")
         if trainer.is_world_process_zero():
-            RunFolder(args.output_dir).write(results)
-            print(f"Written to {args.output_dir}")
+            folder = trainer.args.output_dir  # plain training beside this has its own
+            RunFolder(folder).write(results)
+            print(f"Written to {folder}")
 
     train_and_report(trainer, resume, report, model_args, data_args)
 

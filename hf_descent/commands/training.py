@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from datasets import DatasetDict
@@ -10,10 +11,12 @@ from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
 from ..evaluation.scoring import Result
+from ..evaluation.side_by_side import side_by_side
 from ..files import find_json, write_json
 from ..loading import ADAPTER
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
+from ..training.plain_arm import is_finished, plain_arm, where_to_go_on
 from .arguments import absolute
 
 
@@ -27,6 +30,11 @@ class OutputArguments:
 
     overwrite_output_dir: bool = HfArg(
         default=False, help="Train from scratch in a used folder; checkpoints stay."
+    )
+    with_plain: bool = HfArg(
+        default=False,
+        help="Train plainly, too, first and from the same start, in the folder `_plain` of the output folder; print "
+        "both side by side.",
     )
 
 
@@ -54,28 +62,61 @@ def train_and_report(
     trainer: DescentMixin,
     resume: str | bool | None,
     report: Callable[[], None],
-    *arguments: Any,
+    model_args: OutputArguments,
+    data_args: Any,
     score: str = "loss",
 ) -> None:
-    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
+    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so. With
+    `with_plain` all this is done twice, of plain training first, and both are printed side by side.
 
-    `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets them.
-    What was measured, on which rows, is recorded for later commands; `score` is what an evaluation has beside losses.
+    `model_args` and `data_args` are those of the command beside the trainer's; the run's `descent_config.json` gets
+    them. What was measured, on which rows, is recorded for later commands; `score` is what an evaluation has beside
+    losses.
     """
     chosen_by = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
     if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
         raise ValueError(
             f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'."
         )
+    arm = partial(_train_arm, trainer, report, model_args, data_args)
+    if not model_args.with_plain:
+        arm(resume)
+        return
+
+    if not (resume and is_finished(trainer)):
+        with plain_arm(trainer):
+            _print_once(trainer, f"Plain training, in {trainer.args.output_dir}\n")
+            arm(where_to_go_on(trainer, bool(resume)))
+    _print_once(trainer, f"\nTraining with the objective {trainer.args.objective!r}\n")
+    arm(where_to_go_on(trainer, resume))
+    for found in side_by_side(trainer.args.output_dir):
+        level = f", at noise level {found.plain.gamma:g}" if found.plain.gamma else ""
+        _print_once(
+            trainer, f"\nPlain training and {found.objective!r} side by side{level}\n{found}"
+        )
+
+
+def _print_once(trainer: DescentMixin, text: str) -> None:
+    if trainer.is_world_process_zero():
+        print(text, flush=True)
+
+
+def _train_arm(
+    trainer: DescentMixin,
+    report: Callable[[], None],
+    model_args: OutputArguments,
+    data_args: Any,
+    resume: str | bool | None,
+) -> None:
+    """Trains, saves and reports once, by the arguments that the trainer has now."""
     trainer.command = json_value(
-        {name: value for each in arguments for name, value in vars(each).items()}
+        {name: value for each in (model_args, data_args) for name, value in vars(each).items()}
     )
     trainer._record = replace(trainer._record, searched="searched" in trainer.command)
     args, folder = trainer.args, RunFolder(trainer.args.output_dir)
     record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
     record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
-    for data_args in arguments[-1:]:
-        record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
+    record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
     if trainer.is_world_process_zero():
         write_json(folder.path / folder.DATA, record)  # for the checkpoints of a killed run
     metrics = trainer.train(resume_from_checkpoint=resume).metrics

@@ -67,6 +67,10 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`."""
     import optuna
 
+    if model_args.with_plain:
+        raise ValueError(
+            "`with_plain` is for a single training, not for every trial: leave it out."
+        )
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
     tests = {

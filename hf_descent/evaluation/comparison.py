@@ -330,8 +330,7 @@ def compare(
     if not isinstance(runs, Mapping):
         folders, runs = runs, {}
         for folder in folders:
-            name = os.path.basename(os.path.normpath(folder))
-            runs.setdefault(re.sub(r"[-_=](seed[-_=]?)?\d+$", "", name), []).append(folder)
+            runs.setdefault(group_of(folder), []).append(folder)
     groups = {
         name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()
     }
@@ -354,6 +353,12 @@ def compare(
     return Comparison(
         groups, [difference(groups, baseline, name, level) for name in groups if name != baseline]
     )
+
+
+def group_of(folder: str) -> str:
+    """The name of a run's group: that of its folder, without the seed at the end."""
+    name = os.path.basename(os.path.normpath(folder))
+    return re.sub(r"[-_=](seed[-_=]?)?\d+$", "", name).strip("_")
 
 
 def _format(mean: float, deviation: float) -> str:

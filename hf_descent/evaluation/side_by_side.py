@@ -108,6 +108,17 @@ def plain_profile(
     return None
 
 
+def side_by_side(folder: str) -> list[SideBySide]:
+    """The profiles in the folder of a run beside those of its plain run; those that were measured alike."""
+    run = RunFolder(folder)
+    found = []
+    for profile in run.results(LayerProfile, "layer_profile*"):
+        plain = plain_profile(folder, run.summary, profile)
+        if plain is not None:
+            found.append(SideBySide(plain, profile, run.summary["objective"]))
+    return found
+
+
 def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
     """Whether `plain` tells of plain training with the other settings of the run of `summary`."""
     own, other = summary.get("arguments"), plain.get("arguments")

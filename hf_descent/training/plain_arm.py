@@ -78,11 +78,14 @@ def plain_arm(trainer: Trainer) -> Iterator[None]:
     # Rows that move the multipliers are in no part of plain training either.
     rows, _ = split(trainer.train_dataset, trainer.args)
     handler = trainer.callback_handler
+    args = plain_arguments(trainer)
+    if args.should_save:
+        os.makedirs(args.output_dir, exist_ok=True)
 
     with (
         random_state.preserved(devices),
         assigned(generators, own_generator),
-        assigned([(trainer, "args")], plain_arguments(trainer)),
+        assigned([(trainer, "args")], args),
         assigned([(trainer, "train_dataset")], rows),
         assigned([(handler, "callbacks")], _callbacks_of_its_own(handler.callbacks)),
     ):

@@ -76,6 +76,27 @@ def test_smoke_recipes_run(sft, arm, capsys):
     )
 
 
+def test_plain_training_stands_beside_without_noise_levels(sft, tmp_path, capsys):
+    """Also in `compare`, of runs without a curve; counts of tokens start anew with each arm."""
+    quick = ["--with_plain", "--max_steps", "4", "--noise_gamma", "0"]
+    folder = sft("descent", *quick, "--save_strategy", "no", "--logging_steps", "1")
+    (folder / "noise_curve.json").unlink()
+    (folder / "_plain" / "noise_curve.json").unlink()
+    printed = capsys.readouterr().out
+    losses = [results_of(each, "layer_profile")["losses"] for each in (folder / "_plain", folder)]
+    table = printed.split("Plain training and 'descent' side by side\n")[1]
+    last = table.splitlines()[3].split()
+    assert last[:3] == ["3", f"{losses[0][2]:.4g}", f"{losses[1][2]:.4g}"]
+    cli.main(["compare", str(folder / "_plain"), str(folder)])
+    assert table.splitlines()[3] in capsys.readouterr().out
+    tokens = [
+        [log["num_tokens"] for log in results_of(each, "trainer_state")["log_history"] if "loss" in log]
+        for each in (folder / "_plain", folder)
+    ]  # fmt: skip
+    assert tokens[0] == tokens[1]
+    assert not (tmp_path / "comparison").exists()
+
+
 def test_the_saved_model_is_the_evaluated_one(sft, workplace):
     """Its loss on the completions alone, row by row and without TRL."""
     folder = sft("noise", "--validation_file", str(workplace / "train.json"))

@@ -2,8 +2,9 @@
 
 from .confidence import ConfidenceExit, ConfidenceReport
 from .drafting import draft_with
+from .exits import ExitProfile, exit_profile
 from .layer_sets import LayerSetProfile, find_layer_sets, layer_set_profile
-from .profile import ExitProfile, SpeculationProfile, exit_profile, speculation_profile
+from .speculation import SpeculationProfile, speculation_profile
 from .truncation import keep_layers, truncate
 
 

@@ -19,7 +19,7 @@ from ..readout.replay import Readout, evaluating, output_logits
 from ..readout.stack import map_tensors
 from ..readout.tape import off_in_replay, switched_off
 from .partial import PartialForward
-from .profile import turns
+from .timing import turns
 
 
 logger = logging.get_logger(__name__)

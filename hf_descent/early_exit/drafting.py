@@ -37,6 +37,7 @@ INPUTS = {
     "use_cache",
     "logits_to_keep",
 }
+# Options of `generate` that ask for other outputs than texts, or choose tokens in another way.
 OTHER = (
     "output_scores",
     "output_logits",
@@ -44,8 +45,6 @@ OTHER = (
     "output_hidden_states",
     "dola_layers",
     "penalty_alpha",
-)
-OTHER += (
     "constraints",
     "force_words_ids",
     "use_mtp",
@@ -93,48 +92,37 @@ def draft_with(
         model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     ):
         _check_options(model, generation_config, logits_processor, model_kwargs)
-        single = [
-            name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")
-        ]  # a cache
-        single += ["streamer"] * (streamer is not None)
-        single += ["attention_layers"] * (
-            "local" in getattr(model.config, "attention_layers", ())
-        )  # of GPT-Neo
-        if single and len(input_ids) > 1:
-            raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
-        example = torch.arange(4, device=input_ids.device)[None] % len(
-            model.get_output_embeddings().weight
-        )
+        _check_rows(model, input_ids, model_kwargs, streamer)
+        vocabulary = len(model.get_output_embeddings().weight)
+        example = torch.arange(4, device=input_ids.device)[None] % vocabulary
         reader = Readout.probe(model, {"input_ids": example})
-        if not isinstance(layer, int | np.integer) or layer not in range(1, reader.num_layers):
-            raise ValueError(
-                f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}."
-            )
-        if not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(f"`length` is {length!r}; give drafts of a round, at least 1.")
+        _check_numbers(model, reader, layer, length)
         halves = _Halves(model, reader.stack, layer, shortlist, length)
-        if getattr(cache := model_kwargs.get(halves.cache_name), "layers", None):
-            _check_cache(
-                model, cache, reader.num_layers
-            )  # before the prompt is written into the caller's own
+
+        # Before the prompt is written into the caller's own cache.
+        own_cache = model_kwargs.get(halves.cache_name)
+        if getattr(own_cache, "layers", None):
+            _check_cache(model, own_cache, reader.num_layers)
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
-        _check_cache(model, cache := outputs.get(halves.cache_name), reader.num_layers)
+        cache = outputs.get(halves.cache_name)
+        _check_cache(model, cache, reader.num_layers)
         if checked.get(model) is not reader.stack:
             _check_halves(model, halves, example)
             checked[model] = reader.stack
-        options = logits_processor, stopping_criteria, generation_config, model_kwargs
+
         if streamer is not None:
             streamer.put(input_ids.cpu())
+        options = logits_processor, stopping_criteria, generation_config, model_kwargs
         decoding = _Decoding(halves, counts, streamer, input_ids, *options)
         with halves.attached(cache), model._optimize_model_for_decode():
             sequences = decoding.run(outputs.logits[:, -1])
         if streamer is not None:
             streamer.end()
-        kept = (
-            {halves.cache_name: cache} if len(input_ids) == 1 else {}
-        )  # rows that stop leave the cache of several
-        output = GenerateDecoderOnlyOutput(sequences, **kept)
-        return output if generation_config.return_dict_in_generate else sequences
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        # Rows that stop leave the cache of several.
+        kept = {halves.cache_name: cache} if len(input_ids) == 1 else {}
+        return GenerateDecoderOnlyOutput(sequences, **kept)
 
     return decode
 
@@ -151,43 +139,44 @@ def check_drafts(model, prompt):
 
 def token_ids(shortlist, head) -> torch.Tensor:
     """`shortlist` on the device of `head`, `[short]`; ValueError where it holds anything but tokens, or none."""
-    most, text = (
-        len(head.weight) - 1,
-        f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers",
-    )
-    with errors_explained(f"{text}:"):
+    most = len(head.weight) - 1
+    fault = f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers"
+    with errors_explained(f"{fault}:"):
         ids = torch.as_tensor(shortlist)
-    is_whole = ids.dtype in (torch.int32, torch.int64)
-    if not (is_whole and ids.ndim == 1 and len(ids) and 0 <= ids.min() <= ids.max() <= most):
-        raise ValueError(f"{text} in 0..{most}.")
+    is_list = ids.dtype in (torch.int32, torch.int64) and ids.ndim == 1 and len(ids) > 0
+    if not is_list or not 0 <= ids.min() <= ids.max() <= most:
+        raise ValueError(f"{fault} in 0..{most}.")
     return ids.to(head.weight.device, torch.int64)
 
 
 def costs(stack, head, layer, size):
     """The weights read in a draft from `size` tokens and in a verification, as shares of those of plain decoding."""
-    layers = sum(p.numel() for each in stack.layers for p in each.parameters()) / len(stack.layers)
-    whole = stack.num_layers * layers + head.weight.numel()
-    return (layer * layers + size * head.weight.shape[1]) / whole, 1 - layer * layers / whole
+    weights = sum(weight.numel() for each in stack.layers for weight in each.parameters())
+    of_layer = weights / len(stack.layers)
+    whole = stack.num_layers * of_layer + head.weight.numel()
+    drafting = layer * of_layer
+    return (drafting + size * head.weight.shape[1]) / whole, 1 - drafting / whole
 
 
 class _Halves:
     """A model's first layers, which draft one token a row, and the others, which go on from where these stopped."""
 
     def __init__(self, model, stack, layer, shortlist, length):
-        self.forward, self.layer, self.num_layers = (
-            PartialForward(model, stack),
-            layer,
-            stack.num_layers,
-        )
-        self.head, self.length, self.states = model.get_output_embeddings(), length, []
-        names = inspect.signature(model.forward).parameters
-        self.cache_name = (
-            "cache" if "cache" in names else "past_key_values"
-        )  # as it was before transformers 5.24
+        self.forward = PartialForward(model, stack)
+        self.layer = layer
+        self.num_layers = stack.num_layers
+        self.length = length
+        self.states = []  # what layer k returned for each of the drafts of a round
+        # Before transformers 5.24 it had the other name.
+        arguments = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in arguments else "past_key_values"
+
+        self.head = model.get_output_embeddings()
         self.short = None if shortlist is None else token_ids(shortlist, self.head)
-        kept = slice(None) if shortlist is None else self.short
+        kept = slice(None) if self.short is None else self.short
+        bias = getattr(self.head, "bias", None)
         self.weight = self.head.weight[kept]  # [short, hidden]
-        self.bias = None if getattr(self.head, "bias", None) is None else self.head.bias[kept]
+        self.bias = None if bias is None else bias[kept]
         self.draft_cost, self.verify_cost = costs(stack, self.head, layer, len(self.weight))
 
     @contextmanager
@@ -202,19 +191,17 @@ class _Halves:
         self.states.append(self.forward.output)
         if self.short is None:
             return logits
-        return logits.new_full((len(logits), len(self.head.weight)), -torch.inf).index_copy_(
-            1, self.short, logits
-        )
+        whole = logits.new_full((len(logits), len(self.head.weight)), -torch.inf)
+        return whole.index_copy_(1, self.short, logits)
 
     def verify(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
         """Logits `[rows, n, vocab]` of the last layer after each of the n `tokens` `[rows, n]` that drafts ran on."""
-        # Hidden states [rows, n, hidden]. Attentions, which some layers return beside them, are not read.
-        state = pytree.tree_map(
-            lambda *p: torch.cat(p, 1) if getattr(p[0], "ndim", 0) == 3 else p[0], *self.states
-        )
-        own, self.states = self.cache.layers, []
+        state = pytree.tree_map(_joined, *self.states)
+        self.states = []
         # Masks are made for the first layer's cache, which has these tokens already.
-        with assigned([(self.cache, "layers")], [own[self.layer]] * self.layer + own[self.layer :]):
+        own = self.cache.layers
+        in_step = [own[self.layer]] * self.layer + own[self.layer :]
+        with assigned([(self.cache, "layers")], in_step):
             return self._run(self.layer + 1, self.num_layers, tokens, given=state, **inputs)
 
     def _run(self, first, last, tokens, **inputs):
@@ -222,12 +209,18 @@ class _Halves:
         return self.forward(first, last, input_ids=tokens, use_cache=True, **inputs).logits
 
     def _run_head(self, module, call, hidden):
-        drafts = (
-            self.short is not None
-            and self.forward.thread == get_ident()
-            and self.forward.first == 1
-        )
-        return F.linear(hidden, self.weight, self.bias) if drafts else call(hidden)
+        is_own_call = self.forward.thread == get_ident()
+        if self.short is not None and is_own_call and self.forward.first == 1:
+            return F.linear(hidden, self.weight, self.bias)
+        return call(hidden)
+
+
+def _joined(*parts):
+    """Hidden states of single tokens as those of all, `[rows, n, hidden]`. Attentions, which some layers return beside
+    them, are not read: the first stand for all."""
+    if getattr(parts[0], "ndim", 0) == 3:
+        return torch.cat(parts, dim=1)
+    return parts[0]
 
 
 class _Decoding:
@@ -244,28 +237,26 @@ class _Decoding:
         config,
         model_kwargs,
     ):
-        self.halves, self.process, self.stops, self.config = (
-            halves,
-            logits_processor,
-            stopping_criteria,
-            config,
-        )
+        self.halves = halves
+        self.process = logits_processor
+        self.stops = stopping_criteria
+        self.config = config
         self.streamer = streamer
+        self.accepted, self.tried = counts
+        self.tokens = self.cost = 1.0  # of a row, so far; at first as of plain decoding
+
         self.texts = list(input_ids)  # of all rows, [length] each
-        self.ends = [config.max_length] * len(
-            input_ids
-        )  # the length at which each stops, at the latest
+        self.rows = list(range(len(input_ids)))  # that go on
+        self.ends = [config.max_length] * len(input_ids)  # where each stops at the latest
         eos = config._eos_token_tensor
         self.eos = input_ids[:0] if eos is None else eos
-        self.has_eos = any(
-            hasattr(each, "eos_token_id") for each in stopping_criteria
-        )  # else all end together
-        self.rows = list(range(len(input_ids)))  # that go on
+        # Without an end of text all rows end together.
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+
         self.positions = model_kwargs["position_ids"][:, -1]  # [rows], of the last token of each
-        mask = model_kwargs.get("attention_mask")  # [rows, cached], or None: nothing is masked
-        self.mask = torch.ones_like(input_ids) if mask is None and len(input_ids) > 1 else mask
-        self.tokens, self.cost = 1.0, 1.0  # of a row, written so far; at first as of plain decoding
-        self.accepted, self.tried = counts
+        self.mask = model_kwargs.get("attention_mask")  # [rows, cached], or None: nothing is masked
+        if self.mask is None and len(input_ids) > 1:
+            self.mask = torch.ones_like(input_ids)
 
     def run(self, logits: torch.Tensor) -> torch.Tensor:
         """The texts `[batch, seq]`, from the logits `[batch, vocab]` after the prompts."""
@@ -273,38 +264,22 @@ class _Decoding:
         self.write(chosen[:, None], np.ones(len(logits), int), 0)
         while self.rows:
             self.round()
-        texts, padding = (
-            [text[: max(self.ends)] for text in self.texts],
-            float(self.config._pad_token_tensor or 0),
-        )
+        texts = [text[: max(self.ends)] for text in self.texts]
+        padding = self.config._pad_token_tensor
+        padding = 0.0 if padding is None else float(padding)
         return pad_sequence(texts, batch_first=True, padding_value=padding)
 
     def round(self):
-        tokens, noises, bins = [torch.stack([self.texts[row][-1] for row in self.rows])], [], []
-        chance = np.ones(len(self.rows))  # of all drafts so far, by the model's own confidence
-        room = self.config.max_length - max(len(self.texts[row]) for row in self.rows)
-        worth = True
-        while worth and len(noises) < min(room, self.halves.length):
-            logits = self.halves.draft(tokens[-1], **self.inputs(len(noises)))  # [rows, vocab]
-            noises.append(self.noise(logits))
-            scores = self.score(logits, tokens[1:], noises[-1])
-            tokens.append(scores.argmax(-1))
-            confidence = logits.float().softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
-            chance = chance * confidence.cpu().numpy()
-            bins.append((chance * BINS).astype(int).clip(max=BINS - 1))
-            worth = (self.accepted / self.tried)[
-                bins[-1]
-            ].mean() > self.halves.draft_cost * self.tokens / self.cost
-            # Plain decoding asks no processor what follows an end, or a token that is not allowed.
-            worth &= bool(
-                scores.amax(-1).isfinite().all() and not torch.isin(tokens[-1], self.eos).any()
-            )
-        read, drafts = torch.stack(tokens[:-1], dim=1), torch.stack(tokens[1:], dim=1)  # [rows, n]
+        """Draft some tokens, verify them, and write those that are accepted and one more."""
+        tokens, noises, bins = self.drafts()
+        read = torch.stack(tokens[:-1], dim=1)  # [rows, n]
+        drafts = torch.stack(tokens[1:], dim=1)  # [rows, n]
         logits = self.halves.verify(read, **self.inputs(0, len(noises)))  # [rows, n, vocab]
         scores = [
             self.score(logits[:, n], tokens[1 : n + 1], noise) for n, noise in enumerate(noises)
         ]
         chosen = torch.stack(scores, dim=1).argmax(-1)  # [rows, n]
+
         right = (chosen == drafts).long().cumprod(1).sum(1).cpu().numpy()  # [rows]
         np.add.at(self.tried, bins, 1)
         np.add.at(self.accepted, bins, np.arange(len(bins))[:, None] < right)
@@ -312,6 +287,32 @@ class _Decoding:
         self.tokens += counts.mean()
         self.cost += len(bins) * self.halves.draft_cost + self.halves.verify_cost
         self.write(chosen, counts, len(bins))
+
+    def drafts(self) -> tuple[list[torch.Tensor], list, list[np.ndarray]]:
+        """The last token of each text and the drafts after it, `[rows]` each; of each draft the noise, and the bin of
+        each row's confidence, `[rows]`."""
+        tokens = [torch.stack([self.texts[row][-1] for row in self.rows])]
+        noises, bins = [], []
+        chance = np.ones(len(self.rows))  # of all drafts so far, by the model's own confidence
+        room = self.config.max_length - max(len(self.texts[row]) for row in self.rows)
+        most = min(room, self.halves.length)
+        is_worth_it = True
+        while is_worth_it and len(noises) < most:
+            logits = self.halves.draft(tokens[-1], **self.inputs(len(noises)))  # [rows, vocab]
+            noises.append(self.noise(logits))
+            scores = self.score(logits, tokens[1:], noises[-1])
+            tokens.append(scores.argmax(-1))
+
+            confidence = logits.float().softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
+            chance = chance * confidence.cpu().numpy()
+            bins.append((chance * BINS).astype(int).clip(max=BINS - 1))
+            expected = (self.accepted / self.tried)[bins[-1]].mean()
+            price = self.halves.draft_cost * self.tokens / self.cost
+            # Plain decoding asks no processor what follows an end, or a token that is not allowed.
+            has_ended = torch.isin(tokens[-1], self.eos).any()
+            is_allowed = scores.amax(-1).isfinite().all()
+            is_worth_it = bool(expected > price and is_allowed and not has_ended)
+        return tokens, noises, bins
 
     def write(self, chosen, counts, cached):
         """Append the first `counts` of the `chosen` tokens `[rows, n]`, up to where a text stops. Of the last `cached`
@@ -322,7 +323,8 @@ class _Decoding:
                 self.texts[row] = torch.cat([self.texts[row], chosen[place, index, None]])
                 if self.stops(self.texts[row][None], None):
                     self.ends[row] = min(self.ends[row], len(self.texts[row]))
-                if len(self.texts[row]) >= (self.ends[row] if self.has_eos else max(self.ends)):
+                end = self.ends[row] if self.has_eos else max(self.ends)
+                if len(self.texts[row]) >= end:
                     counts[place] = index + 1
                     break
             else:
@@ -339,82 +341,104 @@ class _Decoding:
         if going and len(going) < len(self.rows):
             places = torch.tensor(going, device=counts.device)
             self.halves.cache.batch_select_indices(places)
-            self.positions, self.mask = self.positions[places], self.mask[places]
+            self.positions = self.positions[places]
+            self.mask = self.mask[places]
         self.rows = [self.rows[place] for place in going]
 
     def inputs(self, start, length=1) -> dict[str, torch.Tensor | None]:
         """Positions and mask of the next `length` tokens, `start` after the last one written."""
         steps = torch.arange(start, start + length, device=self.positions.device)
-        mask = self.mask if self.mask is None else F.pad(self.mask, (0, start + length), value=1)
+        mask = self.mask
+        if mask is not None:
+            mask = F.pad(mask, (0, start + length), value=1)
         return {"position_ids": self.positions[:, None] + steps, "attention_mask": mask}
 
     def noise(self, logits):
         """Gumbel noise, whose largest sum with the scores is a sample; drafts and text share it, to agree often."""
-        return (
-            -torch.empty_like(logits).float().exponential_().log() if self.config.do_sample else 0.0
-        )
+        if not self.config.do_sample:
+            return 0.0
+        return -torch.empty_like(logits).float().exponential_().log()
 
     def score(self, logits, drafts, noise) -> torch.Tensor:
         """Scores `[rows, vocab]`, the largest of which is the next token's, from `logits` `[rows, vocab]` after the
         texts and `drafts`, `[rows]` each."""
-        scores, size = logits.float(), len(self.texts)
-        if (
-            self.process
-        ):  # row by row: texts differ in length, and processors may tell rows by their number
-            texts = (
-                torch.cat([self.texts[row], *(d[n, None] for d in drafts)])
-                for n, row in enumerate(self.rows)
+        scores = logits.float()
+        if self.process:
+            scores = torch.stack(
+                [self._processed(place, each, drafts) for place, each in enumerate(scores)]
             )
-            processed = (
-                self.process(text.repeat(size, 1), each.repeat(size, 1))
-                for text, each in zip(texts, scores)
-            )
-            scores = torch.stack([batch[row] for row, batch in zip(self.rows, processed)])
         return scores + noise
+
+    def _processed(self, place, scores, drafts) -> torch.Tensor:
+        """The `scores` `[vocab]` of one row by the processors; rows go one by one, since their texts differ in length,
+        and each as all of the batch, since processors may tell rows by their number."""
+        row, size = self.rows[place], len(self.texts)
+        text = torch.cat([self.texts[row], *(draft[place, None] for draft in drafts)])
+        return self.process(text.repeat(size, 1), scores.repeat(size, 1))[row]
+
+
+def _check_numbers(model, reader, layer, length):
+    """ValueError for a bad `layer` or `length`."""
+    if not isinstance(layer, int | np.integer) or layer not in range(1, reader.num_layers):
+        raise ValueError(
+            f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}."
+        )
+    if not isinstance(length, int | np.integer) or length < 1:
+        raise ValueError(f"`length` is {length!r}; give drafts of a round, at least 1.")
+
+
+def _check_rows(model, input_ids, model_kwargs, streamer):
+    """ValueError for several texts where something is for one alone."""
+    single = [
+        name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")
+    ]  # a cache
+    if streamer is not None:
+        single.append("streamer")
+    if "local" in getattr(model.config, "attention_layers", ()):  # of GPT-Neo
+        single.append("attention_layers")
+    if single and len(input_ids) > 1:
+        raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
 
 
 def _check_options(model, config, processors, model_kwargs):
     """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts, and for shards."""
-    if any(
-        "_call_impl" in module.__dict__ for module in model.modules()
-    ):  # as `intercepted` leaves them
+    name = type(model).__name__
+    # As `intercepted` leaves them.
+    if any("_call_impl" in module.__dict__ for module in model.modules()):
+        raise ValueError(f"{name} drafts in another thread: wait for it, or decode plainly.")
+    if any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} drafts in another thread: wait for it, or decode plainly."
+            f"{name} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` would run "
+            "different numbers of times: decode without it, or load the saved model whole in each process."
         )
-    if any(
-        isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()
-    ):
+    asked = _other_decoding(model, config, processors, model_kwargs)
+    has_positions = getattr(model_kwargs.get("position_ids"), "ndim", 0) == 2
+    if asked or model.config.is_encoder_decoder or not has_positions:
         raise ValueError(
-            f"{type(model).__name__} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` "
-            "would run different numbers of times: decode without it, or load the saved model whole in each process."
+            f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
+            f"{name} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
         )
-    asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (
-        config.num_beams > 1
-    )
+
+
+def _other_decoding(model, config, processors, model_kwargs) -> list[str]:
+    """What is asked of `generate` that drafts cannot give, by name."""
+    asked = [name for name in OTHER if getattr(config, name)]
+    if config.num_beams > 1:
+        asked.append("num_beams")
     asked += [
         name for name, value in model_kwargs.items() if name not in INPUTS and value is not None
     ]
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
-    asked += ["an offloaded cache"] * any(
-        getattr(value, "offloading", False) for value in model_kwargs.values()
-    )
-    asked += ["an adapter's virtual tokens"] * (
-        model.prepare_inputs_for_generation.__self__ is not model
-    )
-    ropes = [getattr(module, "rope_type", None) for module in model.modules()]
-    ropes = {
-        kind for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope])
-    }  # as in Gemma 3
-    asked += [f"{rope} positions" for rope in sorted(ropes & {"dynamic", "longrope"})]
-    if (
-        asked
-        or model.config.is_encoder_decoder
-        or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2
-    ):
-        raise ValueError(
-            f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
-            f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
-        )
+    if any(getattr(value, "offloading", False) for value in model_kwargs.values()):
+        asked.append("an offloaded cache")
+    if model.prepare_inputs_for_generation.__self__ is not model:
+        asked.append("an adapter's virtual tokens")
+    kinds = set()
+    for module in model.modules():
+        rope = getattr(module, "rope_type", None)
+        kinds.update(rope.values() if isinstance(rope, dict) else [rope])  # several in Gemma 3
+    asked += [f"{kind} positions" for kind in sorted(kinds & {"dynamic", "longrope"})]
+    return asked
 
 
 def _check_cache(model, cache, num_layers):
@@ -427,26 +451,19 @@ def _check_cache(model, cache, num_layers):
 
 def _check_halves(model, halves, ids):
     """ValueError where the halves of the model, put together, are not the whole."""
-    places, cache = torch.arange(4, device=ids.device)[None], DynamicCache()
-    with (
-        errors_explained(f"{type(model).__name__} cannot draft:", " Decode plainly."),
-        probing(model),
-    ):
+    name = type(model).__name__
+    places = torch.arange(4, device=ids.device)[None]
+    cache = DynamicCache()
+    with errors_explained(f"{name} cannot draft:", " Decode plainly."), probing(model):
         whole = model(input_ids=ids, position_ids=places).logits[:, 2:]  # [1, 2, vocab]
-        model(
-            input_ids=ids[:, :2],
-            position_ids=places[:, :2],
-            use_cache=True,
-            **{halves.cache_name: cache},
-        )
+        prompt = {"input_ids": ids[:, :2], "position_ids": places[:, :2]}
+        model(**prompt, use_cache=True, **{halves.cache_name: cache})
         with halves.attached(cache):
             for place in (2, 3):
                 halves.draft(ids[:, place], position_ids=places[:, [place]])
             logits = halves.verify(ids[:, 2:], position_ids=places[:, 2:])
-    if (
-        not (logits - whole).abs().max()
-        <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.abs().max()
-    ):
+    error, size = (logits - whole).abs().max(), whole.abs().max()
+    if not error <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * size:
         raise ValueError(
-            f"{type(model).__name__} cannot draft: its last layers need more than its first ones return."
+            f"{name} cannot draft: its last layers need more than its first ones return."
         )

@@ -633,7 +633,7 @@ def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(
     ):  # the first draft with a shortlist, and that without
         seconds = 4.0 - 2 * np.eye(5)[fastest]
         monkeypatch.setattr(
-            "hf_descent.early_exit.profile.turns", lambda *_, seconds=seconds: seconds
+            "hf_descent.early_exit.speculation.turns", lambda *_, seconds=seconds: seconds
         )
         profile = speculation_profile(
             model, prompts, max_new_tokens=12, repeats=1, shortlist=range(5, 25)
@@ -728,8 +728,8 @@ def test_layer_drafts_of_a_round_and_size_of_the_shortlist_are_the_best_by_count
     def fast(calls, *_):  # the one that is best by count
         return np.array([2.0, *(1 + (each != (layer, ranked[:size], drafts)) for each in seen)])
 
-    monkeypatch.setattr("hf_descent.early_exit.profile.draft_with", drafting)
-    monkeypatch.setattr("hf_descent.early_exit.profile.turns", fast)
+    monkeypatch.setattr("hf_descent.early_exit.speculation.draft_with", drafting)
+    monkeypatch.setattr("hf_descent.early_exit.speculation.turns", fast)
     profile = speculation_profile(model, prompts, max_new_tokens=20, repeats=1, shortlist=counts)
     assert (profile.best, profile.shortlist, profile.length) == (layer, ranked[:size], drafts)
     assert profile.acceptance.tolist() == pytest.approx(
@@ -748,7 +748,7 @@ def test_where_plain_decoding_is_fastest_the_profile_is_that_of_all_tokens(monke
     model, prompts = agreeing(spread(llama(num_layers=3)), 1), [torch.tensor([[3, 4, 5]])]
     whole = speculation_profile(model, prompts, max_new_tokens=12, repeats=1)
     slow = np.array([1.0, 4.0, 4.0, 2.0, 3.0])  # with the shortlist faster than without
-    monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *_: slow)
+    monkeypatch.setattr("hf_descent.early_exit.speculation.turns", lambda *_: slow)
     profile = speculation_profile(
         model, prompts, max_new_tokens=12, repeats=1, shortlist=Counter([5])
     )

@@ -1,0 +1,114 @@
+"""What each exit layer of a model is worth, measured: metric, loss and latency."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+import numpy as np
+from accelerate.utils import find_batch_size
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..constraints.problem import AT_CHANCE
+from ..evaluation import layer_profile
+from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
+from ..readout.replay import Readout, evaluating
+from .partial import PartialForward
+from .timing import turns
+
+
+TIMED_BATCHES = 4
+
+
+@dataclass
+class ExitProfile(Result):
+    """Metric, loss and latency of a model that stops after each of its L layers; layer l at index l-1.
+
+    Attributes:
+        metric (`str`), greater_is_better (`bool`): name of the metric, and whether more of it is better.
+        values, losses (float64 `[L]`): the metric and the task loss on held-out data.
+        seconds (float64 `[L]`): wall-clock seconds per sample.
+        batch_size (`int`), device (`str`): samples per batch, and where it was measured.
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+    """
+
+    metric: str
+    values: np.ndarray
+    losses: np.ndarray
+    seconds: np.ndarray
+    batch_size: int
+    device: str = "cpu"
+    greater_is_better: bool = True
+    chance: float | None = None
+
+    @property
+    def speedups(self) -> np.ndarray:
+        """Latency of the whole model over that of each exit, `[L]`."""
+        return self.seconds[-1] / self.seconds
+
+    def cheapest(self, share: float = 0.99) -> int:
+        """The first layer with at least `share` of the last's metric (at most 1 / `share`, where less is better) whose
+        loss is not that of chance, give or take 2 %."""
+        last = self.values[-1]
+        enough = self.values >= share * last
+        if not self.greater_is_better:
+            enough = share * self.values <= last
+        limit = AT_CHANCE * self.chance if self.chance else np.inf
+        enough &= self.losses < limit
+        enough[-1] = True
+        return int(np.argmax(enough)) + 1
+
+    def __str__(self) -> str:
+        rows = [["layer", self.metric, "loss", "ms/sample", "speed-up"]]
+        columns = (self.values, self.losses, self.seconds, self.speedups)
+        for layer, (value, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
+            times = [f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"]
+            rows.append([f"{layer}", f"{value:.5g}", f"{loss:.5g}", *times])
+
+        layer = self.cheapest()
+        passes_over_chance = replace(self, chance=None).cheapest() < layer
+        passed = ", passing over layers at chance" if passes_over_chance else ""
+        return (
+            f"{format_table(rows)}\n99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} "
+            f"on{passed}, {self.speedups[layer - 1]:.2f} times as fast (batches of {self.batch_size} on {self.device})"
+        )
+
+
+def exit_profile(
+    model: nn.Module, dataset: Dataset | DataLoader, *, repeats: int = 3, **settings
+) -> ExitProfile:
+    """Metric of every exit on all of `dataset`, and its latency on the first batches, the exits timed in turns.
+
+    Args:
+        model (`nn.Module`): a model with a shared readout, on its device.
+        dataset (`Dataset` or `DataLoader`): labelled held-out data.
+        repeats (`int`): timings of each exit.
+        settings: `metric`, `batch_size`, `processing_class` and the other arguments of
+            [`~evaluation.scoring.Evaluation`].
+
+    ValueError as of [`layer_profile`], or for `repeats` below 1.
+    """
+    profile = layer_profile(model, dataset, **settings)
+    evaluation = Evaluation(model, dataset, **settings | {"progress": False})
+    batches = [dict(batch) for _, batch in islice(evaluation.batches(), TIMED_BATCHES)]
+    forward = PartialForward(model, Readout.probe(model, batches[0]).stack)
+
+    def run_to(layer: int) -> None:
+        for batch in batches:
+            forward(1, layer, **batch)
+
+    with evaluating(model) as device, forward.attached():
+        exits = range(1, len(profile.losses) + 1)
+        calls = [partial(run_to, layer) for layer in exits]
+        seconds = turns(calls, repeats, device, settings.get("progress", False))  # [layers]
+    seconds /= sum(find_batch_size(batch) for batch in batches)
+    return ExitProfile(
+        metric=profile.metric,
+        values=profile.values,
+        losses=profile.losses,
+        seconds=seconds,
+        batch_size=find_batch_size(batches[0]),
+        device=str(device),
+        greater_is_better=greater_is_better(settings.get("metric", "accuracy")),
+        chance=profile.chance,
+    )

@@ -43,7 +43,7 @@ from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout, judging, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
-from .training.card import card_facts, results_of_weights
+from .training.card import card_facts, check_no_results, results_of_weights
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
 from .training.plain_arm import train_both
@@ -643,6 +643,11 @@ class DescentMixin:
         args = (compute_objective, n_trials, direction or "minimize", *args)
         self._record = replace(self._record, searched=True)
         return super().hyperparameter_search(hp_space, *args, **kwargs)
+
+    def push_to_hub(self, *args, **kwargs):
+        if self._readout is not None and self.is_world_process_zero():
+            check_no_results(RunFolder(self.args.output_dir), self._readout)
+        return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """Write `README.md` and `model_card.json`, from the files of the output folder; arguments as of the class."""

@@ -8,13 +8,16 @@ from transformers.modelcard import TrainingSummary
 from transformers.utils import logging
 
 from ..evaluation.scoring import Result, name_of
+from ..files import read_json
 from ..hub.push import hub_id, listed
 from ..readout.stack import inner_model
-from ..runs import training_arguments
+from ..runs import RunFolder, training_arguments
 from .records import RunRecord
 
 
 logger = logging.get_logger(__name__)
+
+OF_TRAINING = ("train_", "epoch", "total_flos")  # how what Trainer counts in training begins
 
 
 def card_facts(
@@ -56,6 +59,20 @@ def results_of_weights(trainer: Trainer, record: RunRecord) -> dict[str, Result]
     if any(results.get("verdict") is verdict for verdict in earlier):
         del results["verdict"]
     return results
+
+
+def check_no_results(run: RunFolder, readout: Callable) -> None:
+    """ValueError where a folder to push holds files of what a `readout` measured, which is not saved."""
+    found = [path for pattern in run.EVALUATIONS for path in run.path.glob(pattern)]
+    for path in run.path.glob("*_results.json"):
+        if any(not name.startswith(OF_TRAINING) for name in read_json(path)):
+            found.append(path)
+    if found:
+        names = ", ".join(sorted(path.name for path in found))
+        raise ValueError(
+            f"{run.path} holds what the readout `{name_of(readout)}` measured ({names}), which the pushed model, "
+            "under its own head, does not have: move these files elsewhere, or make the readout a part of the model."
+        )
 
 
 def _evaluation(trainer: Trainer) -> dict[str, Any] | None:

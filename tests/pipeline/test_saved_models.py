@@ -23,6 +23,7 @@ from transformers import (
     LayoutLMForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
+    Trainer,
     TrainerCallback,
     ViTConfig,
     ViTForImageClassification,
@@ -298,6 +299,28 @@ def test_numbers_of_a_readout_that_is_not_saved_are_not_published(tmp_path, capl
     assert "0.92" not in (tmp_path / "README.md").read_text()
     with pytest.raises(ValueError, match="has the metric 'accuracy'; .* has no evaluation"):
         collect(tmp_path, benchmark=["someone/benchmark", "default", "accuracy"])
+
+
+@pytest.mark.parametrize("readout", [second_token, "mean"])
+def test_a_folder_with_numbers_of_a_readout_that_is_not_saved_is_not_pushed(
+    tmp_path, monkeypatch, readout
+):
+    pushed = []
+    monkeypatch.setattr(Trainer, "push_to_hub", lambda self, *words: pushed.append(words))
+    trainer = trained(
+        bert(), config(tmp_path), train_dataset=TEXTS, eval_dataset=TEXTS, readout=readout
+    )
+    trainer.save_model()
+    trainer.save_metrics("train", {"train_loss": 1.0})
+    trainer.push_to_hub("numbers of training")
+    trainer.save_metrics("eval", trainer.evaluate())
+    if readout == "mean":
+        trainer.push_to_hub("numbers that the model has")
+        assert len(pushed) == 2
+        return
+    with pytest.raises(ValueError, match=r"`second_token` measured \(all_results.json, eval_res"):
+        trainer.push_to_hub("numbers that it does not have")
+    assert pushed == [("numbers of training",)]
 
 
 def test_a_readout_that_only_measures_is_not_published_either(tmp_path):

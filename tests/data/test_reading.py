@@ -221,7 +221,7 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv", "text,label\nä,1\n".encode("latin-1"), "UTF-8"),
         ("rows.csv", "text,label\na,1\n".encode("utf-16"), "UTF-8"),
         ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file"),
-        ("rows.csv.gz", gzip.compress(b"text,label\na,1\n" * 99)[:30], "ended before"),
+        ("rows.csv.gz", gzip.compress(b"text,label\na,1\n" * 99, mtime=0)[:30], "ended before"),
         ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n{"text": "b"} x\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n[1]\n', r"row 2 is \[1\]"),

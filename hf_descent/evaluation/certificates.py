@@ -7,8 +7,8 @@ theorems cannot be measured and are not claimed.
 A problem has rows (constraints), and the data has examples; where both occur, the latter are called examples here.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from ..constraints.problem import AT_CHANCE, SMALLEST, DescentProblem, largest_rise
 from .intervals import LEAST_ROWS, LEAST_SKEWED_ROWS, confidence_limits, values_of_rows
+from .price import Price, Reference, price_of
 from .scoring import Result, format_table
 
 
@@ -59,6 +60,7 @@ class Certificate(Result):
         examples (`int`, *optional*): the independent parts of the data that the intervals are made of: its rows, of
             packed texts documents.
         whole_batches (`int`): how many of these are whole batches, whose loss cannot be told by row.
+        price ([`~evaluation.price.Price`], *optional*): f_L beside what it was before, and beside plain training.
     """
 
     losses: np.ndarray
@@ -85,9 +87,37 @@ class Certificate(Result):
     reasons: list[str] | None = None
     examples: int | None = None
     whole_batches: int = 0
+    price: Price | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.price, dict):  # from a file
+            self.price = Price(**self.price)
+
+    @property
+    def outcome(self) -> str:
+        """Whether all rows are met, in a word: "met", "not met" or "not shown"."""
+        if self.feasible:
+            return MET
+        return NOT_MET if NOT_MET in self.verdicts else NOT_SHOWN
+
+    @property
+    def headline(self) -> str:
+        """The verdict in one line."""
+        share = None if self.price is None else self.price.share
+        price = "unknown" if share is None else f"{100 * share:+.1f} %"
+        return f"VERDICT: {self.outcome.upper()}, price {price}"
+
+    def with_plain(self, plain: "float | Result") -> "Certificate":
+        """This verdict, with the price beside a plain run: its f_L, or its [`LayerProfile`] on the same data."""
+        loss = float(plain.losses[-1]) if isinstance(plain, Result) else float(plain)
+        price = self.price or Price(float(self.losses[-1]), None, {})
+        return replace(self, price=replace(price, plain=loss))
 
     def __str__(self) -> str:
         lines = [format_table(self._table()), f"{self._summary()}."]
+        if self.price is not None:
+            lines.insert(0, f"{self.price}.")
         if self.whole_batches:
             lines.append(
                 f"The loss cannot be told by row in {self.whole_batches} batches, each of which counts as one row: "
@@ -142,6 +172,9 @@ def certify(
     chance: float | None = None,
     least_rows: int = LEAST_ROWS,
     items: int | None = None,
+    references: Sequence[Reference | Mapping[str, Any]] = (),
+    max_last_layer_rise: float | None = None,
+    plain: Any = None,
     **facts: Any,
 ) -> Certificate:
     """The verdict on a problem from held-out data; ValueError where `confidence` is no level.
@@ -156,6 +189,10 @@ def certify(
             it is not known: labels of another distribution, or fewer of them, have another one.
         least_rows (`int`): with how many rows of the data an interval begins.
         items (`int`, *optional*): what the losses are averaged over, where the last column holds weights.
+        references (sequence of [`~evaluation.price.Reference`]): f_L at earlier times of the run.
+        max_last_layer_rise (`float`, *optional*): no row is met where f_L is shown to be above one of these by more
+            than this share.
+        plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data.
     """
     problem = _on_cpu(problem, chance)
 
@@ -172,11 +209,16 @@ def certify(
     learned = (upper[count:-1] < 0) & (upper[-1] < 0) & (chance != 0)
     met = (upper[:count] <= 0) & learned & bool(chance)
     failed = (lower[:count] > 0) | (lower[count:-1] > 0)
+    price = price_of(rows, references, max_last_layer_rise, plain)
+    if price.exceeded:
+        met, failed = np.zeros_like(met), np.ones_like(failed)
     verdicts = np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist()
 
     index = [row.index for row in problem.rows]
     asked, tolerances = (values[index].numpy() for values in problem.bounds(losses))
-    judged = _Judged(problem, losses.numpy(), values, lower, upper, len(rows), least_rows, chance)
+    judged = _Judged(
+        problem, losses.numpy(), values, lower, upper, len(rows), least_rows, chance, price
+    )
     asks_nothing = [judged.asks_nothing(place) for place in range(count)]
     radii = np.where(np.isinf(upper) | np.isnan(values), np.nan, upper - values)[:count]
     spread = confidence_limits(
@@ -204,6 +246,7 @@ def certify(
         loss_radii=np.where(np.isinf(spread[1]), np.nan, (spread[1] - spread[0]) / 2),
         reasons=[judged.reason(place, verdict) for place, verdict in enumerate(verdicts)],
         examples=len(rows),
+        price=price,
         **facts,
     )
 
@@ -227,6 +270,7 @@ class _Judged:
     examples: int
     least_examples: int
     chance: float | None
+    price: Price
 
     def asks_nothing(self, place: int) -> bool:
         """Whether the row follows f_L, and there is no way down to it."""
@@ -244,6 +288,8 @@ class _Judged:
     def _why_not_met(self, place: int) -> str:
         if self.lower[place] > 0:
             return f"missed by {self.values[place]:.2g}"
+        if self.price.exceeded:
+            return self.price.reason
         return f"layer {self.problem.rows[place].layer} is at chance ({self._chance})"
 
     def _why_no_verdict(self) -> str | None:

@@ -47,7 +47,8 @@ from .training.card import card_facts, check_no_results, results_of_weights
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
 from .training.plain_arm import train_both
-from .training.records import LayerTotals, RunRecord, StepSums, counted_step
+from .training.records import LayerTotals, RunRecord, StepSums, counted_step, name_of_set
+from .training.references import LastLayerReferences, time_to_read
 from .training.search import default_objective
 
 
@@ -103,6 +104,7 @@ class DescentMixin:
         self._objective: DescentObjective | None = None
         self._noise: EmbeddingNoise | None = None
         self._step, self._evaluated, self._record = StepSums(), LayerTotals(), RunRecord()
+        self._references = LastLayerReferences()
         self._judging: DescentState | None = None  # judges a model that was not trained under it
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
@@ -160,6 +162,8 @@ class DescentMixin:
             self._record.step_starts.append(start)
         if batches and self._reads_layers:
             self._prepare_training(batches)
+            if self._objective is not None:
+                self._read_last_layer()
 
         self._step = StepSums()
         if self.state.global_step >= self.state.max_steps:
@@ -308,6 +312,13 @@ class DescentMixin:
         )
         self._objective.begin(self.state.global_step, self._step)
 
+    def _read_last_layer(self) -> None:
+        """Before training and at the end of the warm-up: f_L on the evaluation sets, by which a verdict tells the
+        price of the constraints."""
+        time = time_to_read(self.state.global_step, self._dual.active_from)
+        if time is not None and time not in self._references.times():
+            self._references.read(self, self._objective.layers, time)
+
     def _training_noise(self, model):
         """The noise of a micro-batch as a context."""
         is_noisy = self.args.gamma_train > 0
@@ -347,7 +358,9 @@ class DescentMixin:
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
         self._record = replace(
-            self._record, also_selected=holdout.is_of_training(self, eval_dataset, self._record)
+            self._record,
+            also_selected=holdout.is_of_training(self, eval_dataset, self._record),
+            evaluating=name_of_set(self, eval_dataset),
         )
         return super().evaluate(eval_dataset, *args, **kwargs)
 
@@ -390,7 +403,9 @@ class DescentMixin:
         if dual is not None:
             metrics, certificate = evaluation.layer_metrics(
                 dual,
-                evaluation.gathered(self, totals),
+                evaluation.gathered(
+                    self, totals, *self._earlier_last_layer(self._record.evaluating)
+                ),
                 totals.labels,
                 metric_key_prefix,
                 self._record.also_selected,
@@ -491,8 +506,14 @@ class DescentMixin:
         model, settings = evaluation.settings(self, self._readout)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
+        has_references = not kwargs.get("gamma")  # without noise, as they were read
+        readings, of_other_data = self._earlier_last_layer(name_of_set(self, eval_dataset))
+        if has_references and self.args.world_size == 1:
+            settings["readings"] = readings
         settings |= {"problem": self.problem} | kwargs
         profile = layer_profile(model, self._held_out(eval_dataset), **settings)
+        if has_references and not profile.references:
+            profile.references = of_other_data
         self._record.measured["layer_profile"] = profile
         dual = self._dual or self._judging
         if dual is None and "problem" not in kwargs:
@@ -504,6 +525,11 @@ class DescentMixin:
             profile.facts = evaluation.facts_of(dual, profile.problem, also_selected)
             self._record = replace(self._record, certificate=profile.certificate())
         return profile
+
+    def _earlier_last_layer(self, name: str | None) -> tuple[dict, list]:
+        """This process's earlier readings of the last layer on the evaluation set `name`, and what they say for other
+        data."""
+        return self._references.of_process(name, self), self._references.of_other_data()
 
     def _held_out(self, dataset):
         return evaluation.chosen_dataset(self.eval_dataset, dataset)
@@ -549,6 +575,7 @@ class DescentMixin:
         self._evaluated = LayerTotals()
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
         self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
+        self._references = LastLayerReferences.load(resumed_from or "")
         checkpoints.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
@@ -572,6 +599,8 @@ class DescentMixin:
         if self._dual is not None:
             checkpoints.check_agreement(self, self._dual.multipliers.values)
             self._dual.save(output_dir, write=self.args.should_save)
+            if self.args.should_save:
+                self._references.save(output_dir)
             # For people to read, in trainer_state.json.
             self.state.stateful_callbacks["DescentState"] = self._dual.summary()
 
@@ -619,9 +648,12 @@ class DescentMixin:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
         if self._record.started is None and (saved := checkpoints.saved_summary(self)):
             return saved
-        return checkpoints.run_summary(
+        summary = checkpoints.run_summary(
             self, self._record, self.command, self._readout, self._dual, self._judging
         )
+        if last_layer_losses := self._references.summary():
+            summary["last_layer_losses"] = last_layer_losses
+        return summary
 
     def log(self, logs, start_time=None):
         if self._dual is not None and ("loss" in logs or "train_runtime" in logs):

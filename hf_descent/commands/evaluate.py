@@ -40,6 +40,7 @@ from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
+from ..training.references import references_of
 from .arguments import absolute, models_of, parse_models, record_of
 
 
@@ -272,14 +273,27 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     share = (
         None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
     )
-    facts = {"warmup_share": share, "multipliers": multipliers, "also_selected": task.also_selected}
+    arguments = summary.get("arguments", {})
+    facts = {
+        "warmup_share": share,
+        "multipliers": multipliers,
+        "also_selected": task.also_selected,
+        "max_last_layer_rise": arguments.get("max_last_layer_rise"),
+        "has_price": summary.get("objective") != "erm",
+    }
+    headline = None  # of the verdict at the noise level of the training
     for profile in profiles:
+        if not profile.gamma:  # as they were read
+            profile.references = references_of(summary)
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
             profile.facts = facts
-            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence)
+            verdict = profile.certificate(args.confidence)
+            results[f"verdict{profile.ending}"] = verdict
+            if profile.gamma == (gamma_train or 0.0):
+                headline = verdict.headline
     run.write(results)
-    return tables(results)
+    return "\n".join(filter(None, [tables(results), headline]))
 
 
 def stated_problem(

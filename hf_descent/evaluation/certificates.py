@@ -175,6 +175,7 @@ def certify(
     references: Sequence[Reference | Mapping[str, Any]] = (),
     max_last_layer_rise: float | None = None,
     plain: Any = None,
+    has_price: bool = True,
     **facts: Any,
 ) -> Certificate:
     """The verdict on a problem from held-out data; ValueError where `confidence` is no level.
@@ -193,6 +194,7 @@ def certify(
         max_last_layer_rise (`float`, *optional*): no row is met where f_L is shown to be above one of these by more
             than this share.
         plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data.
+        has_price (`bool`): whether to say the price; plain training has none.
     """
     problem = _on_cpu(problem, chance)
 
@@ -209,8 +211,8 @@ def certify(
     learned = (upper[count:-1] < 0) & (upper[-1] < 0) & (chance != 0)
     met = (upper[:count] <= 0) & learned & bool(chance)
     failed = (lower[:count] > 0) | (lower[count:-1] > 0)
-    price = price_of(rows, references, max_last_layer_rise, plain)
-    if price.exceeded:
+    price = price_of(rows, references, max_last_layer_rise, plain) if has_price else None
+    if price is not None and price.exceeded:
         met, failed = np.zeros_like(met), np.ones_like(failed)
     verdicts = np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist()
 
@@ -270,7 +272,7 @@ class _Judged:
     examples: int
     least_examples: int
     chance: float | None
-    price: Price
+    price: Price | None
 
     def asks_nothing(self, place: int) -> bool:
         """Whether the row follows f_L, and there is no way down to it."""
@@ -288,7 +290,7 @@ class _Judged:
     def _why_not_met(self, place: int) -> str:
         if self.lower[place] > 0:
             return f"missed by {self.values[place]:.2g}"
-        if self.price.exceeded:
+        if self.price is not None and self.price.exceeded:
             return self.price.reason
         return f"layer {self.problem.rows[place].layer} is at chance ({self._chance})"
 

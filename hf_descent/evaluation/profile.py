@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
 from .certificates import LEAST_BLOCKS, Certificate, certify
 from .intervals import LEAST_ROWS, confidence_limits, values_of_rows
+from .price import Reference
 from .row_sums import RowSums, rounded
 from .scoring import Evaluation, Result, format_table, metric_value, name_of, noise_key
 from .sums import BlockSums, radius
@@ -43,6 +45,7 @@ class LayerProfile(Result):
         row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
             the source of the intervals of the loss and of the verdict; profiles of version 0.2 have blocks alone.
         whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
+        references (`list`): f_L at earlier times of the run, see [`certify`].
     """
 
     metric: str
@@ -57,6 +60,7 @@ class LayerProfile(Result):
     facts: dict[str, Any] | None = None
     row_sums: np.ndarray | None = None
     whole_batches: int = 0
+    references: list[Reference | Mapping[str, Any]] = field(default_factory=list)
 
     @property
     def ending(self) -> str:
@@ -81,7 +85,7 @@ class LayerProfile(Result):
             chance=self.chance,
             least_rows=least_rows,
             items=round(self.blocks[:, -1, 3].sum()),
-            **facts,
+            **{"references": self.references} | facts,
         )
 
     def _rows(self) -> tuple[np.ndarray, int]:
@@ -166,6 +170,7 @@ def layer_profiles(
     problem: DescentProblem | Mapping[str, Any] | None = None,
     seed: int = 0,
     sigma: float | None = None,
+    readings: Mapping[str, Mapping[int, torch.Tensor]] = MappingProxyType({}),
     **settings,
 ) -> list[LayerProfile]:
     """The [`layer_profile`] at each of several noise levels, from one pass over the data.
@@ -175,6 +180,8 @@ def layer_profiles(
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
         seed, sigma: see [`EmbeddingNoise`].
+        readings (mapping): of the last layer at earlier times on the same batches without noise, each `[rows, 2]` by
+            the number of its batch: losses over items, and items.
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -218,7 +225,13 @@ def layer_profiles(
     profiles = []
     for level, gamma in enumerate(gammas):
         variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
-        row_sums, whole_batches = rows[level].gathered(shared)
+        found = rows[level].gathered(shared, list(readings.values()))
+        references = [
+            Reference.measured(time, earlier, is_same_data=True)
+            for time, earlier in zip(readings, found.earlier)
+            if gamma == 0 and (earlier[:, 1] > 0).any()
+        ]
+        row_sums = found.sums
         profiles.append(
             LayerProfile(
                 metric,
@@ -231,7 +244,8 @@ def layer_profiles(
                 data=fingerprint,
                 chance=chance_of(labels and replace(labels, noise_variance=variance), shared),
                 row_sums=rounded(row_sums),
-                whole_batches=whole_batches,
+                whole_batches=found.whole_batches,
+                references=references,
             )
         )
     return profiles

@@ -4,7 +4,9 @@ A row is an example; of packed texts a document. Intervals made of rows depend n
 were batched or shared among processes.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +15,16 @@ from accelerate.utils import gather_object
 
 MOST_ROWS = 2**15  # of more, rows are added up in groups drawn at random
 GROUPS = 2**12
+
+
+class GatheredRows(NamedTuple):
+    """The rows of all processes that have items."""
+
+    sums: np.ndarray  # float64 [rows, layers + 1]
+    whole_batches: int  # how many of these are whole batches
+    # Of each earlier reading float64 [rows, 2], its loss and items of these very rows, and zeros of those that it left
+    # out; none where not the same rows can be told.
+    earlier: list[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -49,25 +61,48 @@ class RowSums:
         total = self._array().sum(axis=0)
         return total if self.groups is None else self.groups.sum(axis=0) + total
 
-    def gathered(self, over_processes: bool = True) -> tuple[np.ndarray, int]:
-        """The rows of all processes, all of which call, and how many of these are whole batches: float64
-        `[rows, layers + 1]` without those that have no items. Of more than `MOST_ROWS` rows, groups of them."""
-        mine = (self._array(), self.read, self.groups, int(self.whole_batches))
+    def gathered(
+        self, over_processes: bool = True, earlier: Sequence[Mapping[int, torch.Tensor]] = ()
+    ) -> GatheredRows:
+        """The rows of all processes, each of which calls; of more than `MOST_ROWS` rows, groups of them.
+
+        `earlier` are readings of some batches of the same data in this process, `[rows, 2]` by their numbers.
+        """
+        mine = (
+            self._array(),
+            self.read,
+            self.groups,
+            int(self.whole_batches),
+            [self._beside(reading) for reading in earlier],
+        )
         found = gather_object([mine]) if over_processes else [mine]
         rows = [part for part, *_ in found if len(part)]
-        groups = [part for _, _, part, _ in found if part is not None]
-        whole_batches = sum(count for *_, count in found)
+        groups = [part for _, _, part, *_ in found if part is not None]
+        whole_batches = sum(count for *_, count, _ in found)
         if not rows and not groups:
-            return np.zeros((0, 1)), 0
+            return GatheredRows(np.zeros((0, 1)), 0, [])
 
         if not groups and sum(map(len, rows)) <= MOST_ROWS:
             units = np.concatenate(rows)
-        else:
-            units = sum(groups) if groups else None
-            for process, (part, read, *_) in enumerate(found):
-                if len(part):
-                    units = _grouped(part, read - len(part) + 2**40 * process, units)
-        return units[units[:, -1] > 0], whole_batches
+            counted = units[:, -1] > 0
+            readings = [np.concatenate(parts)[counted] for parts in zip(*(e for *_, e in found))]
+            return GatheredRows(units[counted], whole_batches, readings)
+        units = sum(groups) if groups else None
+        for process, (part, read, *_) in enumerate(found):
+            if len(part):
+                units = _grouped(part, read - len(part) + 2**40 * process, units)
+        return GatheredRows(units[units[:, -1] > 0], whole_batches, [])
+
+    def _beside(self, reading: Mapping[int, torch.Tensor]) -> np.ndarray:
+        """An earlier reading of these rows, `[rows, 2]`; zeros for batches that it left out or had otherwise."""
+        found = [np.zeros((0, 2))]
+        for number, part in enumerate(self.parts):
+            earlier = reading.get(number)
+            if earlier is not None and earlier.shape == (len(part), 2):
+                found.append(earlier.cpu().double().numpy())
+            else:
+                found.append(np.zeros((len(part), 2)))
+        return np.concatenate(found)
 
     def _array(self) -> np.ndarray:
         if not self.parts:

@@ -142,10 +142,12 @@ class ReplayedLosses:
         score: Callable | None = None,
         keep_logits=True,
         key=None,
+        last_only=False,
     ) -> MeasuredLosses:
         """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
         where none are made, its [`TokenStatistics`]. With a `key` (integers) layers are read on a sample of tokens,
-        as in training, drawn by that key, the same for all layers, so that their differences are less noisy."""
+        as in training, drawn by that key, the same for all layers, so that their differences are less noisy.
+        `last_only`: as if there were no other layer than the last, which costs no more than the model itself."""
         count = self.task.count(inputs)
         # As Trainer gives a custom loss those of the batch.
         items = count if self.task.loss_fn is not None else None
@@ -158,7 +160,9 @@ class ReplayedLosses:
             if score is not None:
                 scores.append(score(outputs, inputs))
 
-        with self.readout.attach(read, score=partial(self._measured, inputs=inputs, items=items)):
+        layers = [self.num_layers] if last_only else None
+        score_all = partial(self._measured, inputs=inputs, items=items)
+        with self.readout.attach(read, layers, score=score_all):
             outputs = model(**self.task.model_inputs(inputs))
         means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
         rows, is_split = self._rows.joined(splits, means, count)
@@ -236,7 +240,9 @@ class TiledLosses:
         (losses,) = found
         return StepLosses(outputs["loss"], losses.sums / divisor, outputs, losses.tokens)
 
-    def measure(self, model, inputs, score=None, keep_logits=True, key=None):
+    def measure(
+        self, model, inputs, score=None, keep_logits=True, key=None, last_only=False
+    ) -> MeasuredLosses:
         sample = () if key is None else (self.token_fraction, self._generator(key), True)
         tokens = self._head.tokens(inputs, *sample)
         documents = self._head.documents(inputs)
@@ -245,7 +251,9 @@ class TiledLosses:
         def read_layers(read, outputs, hidden_states):
             if score is None:
                 statistics = self._token_statistics
-                found.append(read(tokens, documents=documents, token_statistics=statistics))
+                layer = self.num_layers if last_only else None  # of `None` all
+                given = {"layer": layer, "documents": documents, "token_statistics": statistics}
+                found.append(read(tokens, **given))
             else:
                 for layer in range(1, self.num_layers + 1):
                     found.append(

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
 from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
+from ..evaluation.price import Reference
 from ..losses.constant import ConstantPredictor, chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..readout.replay import probing
@@ -166,6 +168,10 @@ class LayersBeside:
         return judging_state(self._trainer, layers.num_layers, chance, self._is_trained)
 
 
+# Of an earlier reading of the last layer, by the number of a process's batch [rows, 2]: losses over items, and items.
+Reading = dict[int, torch.Tensor]
+
+
 class EvaluatedRows(NamedTuple):
     """What an evaluation has read in all processes."""
 
@@ -173,13 +179,30 @@ class EvaluatedRows(NamedTuple):
     sums: np.ndarray
     items: int
     whole_batches: int = 0  # of the rows, those that are whole batches
+    references: Sequence[Reference] = ()  # the last layer at earlier times
 
 
-def gathered(trainer: Trainer, totals: LayerTotals) -> EvaluatedRows:
-    """What all processes, each of which calls, have read in their `totals`."""
-    sums, whole_batches = totals.rows.gathered(trainer.args.world_size > 1)
+def gathered(
+    trainer: Trainer,
+    totals: LayerTotals,
+    readings: Mapping[str, Reading] = MappingProxyType({}),
+    of_other_data: Sequence[Reference] = (),
+) -> EvaluatedRows:
+    """What all processes, each of which calls, have read in their `totals`.
+
+    `readings` are earlier ones of the same data in this process, by their time. Where their rows cannot be told to be
+    the same, references are those `of_other_data`.
+    """
+    found = totals.rows.gathered(trainer.args.world_size > 1, list(readings.values()))
     items = reduced(trainer, torch.as_tensor(totals.items))
-    return EvaluatedRows(sums, int(items), whole_batches)
+    references = [
+        Reference.measured(time, rows, is_same_data=True)
+        for time, rows in zip(readings, found.earlier)
+        if (rows[:, 1] > 0).any()
+    ]
+    if len(references) < len(readings) or not readings:
+        references = list(of_other_data)
+    return EvaluatedRows(found.sums, int(items), found.whole_batches, references)
 
 
 def layer_metrics(
@@ -209,6 +232,7 @@ def layer_metrics(
             items=rows.items,
             data_name=prefix,
             whole_batches=rows.whole_batches,
+            references=rows.references,
             **facts_of(dual, dual.problem.state_dict(), also_selected),
         )
         metrics["max_violation"] = certificate.max_violation
@@ -247,7 +271,10 @@ def facts_of(
     dual: DescentState | None, problem: dict[str, Any], also_selected: bool
 ) -> dict[str, Any]:
     """The facts of training that a verdict on `problem` reports; some only where it is that of the training."""
-    facts = {"also_selected": also_selected}
+    facts: dict[str, Any] = {"also_selected": also_selected}
+    if dual is not None:
+        facts["max_last_layer_rise"] = dual.args.max_last_layer_rise
+        facts["has_price"] = dual.args.objective != "erm"
     if dual is not None and dual.problem is not None and dual.problem.state_dict() == problem:
         facts["warmup_share"] = dual.problem.descent_share(dual.warmup_losses)
         multipliers = dual.multipliers.values

@@ -25,6 +25,15 @@ def evaluation_sets(trainer: Trainer) -> dict[str, Any]:
     return {name: rows for name, rows in sets.items() if rows is not None}
 
 
+def name_of_set(trainer: Trainer, dataset) -> str | None:
+    """The name of the evaluation set that `evaluate(dataset)` would take; `None` for other data."""
+    given = trainer.eval_dataset if dataset is None else dataset
+    if isinstance(given, str) and isinstance(trainer.eval_dataset, dict):
+        given = trainer.eval_dataset.get(given)
+    sets = evaluation_sets(trainer)
+    return next((name for name, rows in sets.items() if rows is given), None)
+
+
 def reduced(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
     """The sum over processes."""
     args = trainer.args
@@ -107,6 +116,8 @@ class RunRecord:
     also_selected: bool = (
         False  # whether the data of the present evaluation is that of evaluations in training
     )
+    # The name of the evaluation set that the present evaluation is on; `None` for other data.
+    evaluating: str | None = None
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]
     evaluated: dict[str, list[int]] = field(default_factory=dict)
     certificates: dict[int, Certificate] = field(
@@ -126,7 +137,9 @@ class RunRecord:
                 {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
             )
             self.certificate, self.certificates = certificate, kept | {step: certificate}
-        self.also_selected = False  # what comes next may come by neither `evaluate` nor `predict`
+        # What comes next may come by neither `evaluate` nor `predict`.
+        self.also_selected = False
+        self.evaluating = None
 
     @property
     def results(self) -> dict[str, Result]:

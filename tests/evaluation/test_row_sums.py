@@ -18,7 +18,7 @@ def test_rows_are_kept_whatever_the_batch_size_and_those_without_items_left_out(
     rows = np.random.default_rng(0).random((40, 3))
     rows[::4] = 0
     for size in (1, 7, 40):
-        sums, whole_batches = read(rows, size).gathered(False)
+        sums, whole_batches, _ = read(rows, size).gathered(False)
         np.testing.assert_array_equal(sums, rows[rows[:, -1] > 0])
         assert whole_batches == 0
     np.testing.assert_allclose(read(rows, 7).total(), rows.sum(0))
@@ -30,7 +30,7 @@ def test_more_rows_are_added_up_in_groups_which_keep_means_and_their_error(monke
     monkeypatch.setattr(row_sums, "GROUPS", 500)
     losses = np.where(np.arange(20_000) % 2, 1.4, 0.0)
     rows = np.column_stack([losses, np.ones_like(losses)])
-    sums, _ = read(rows, 64).gathered(False)
+    sums, *_ = read(rows, 64).gathered(False)
     assert len(sums) == 500
     np.testing.assert_allclose(sums.sum(0), rows.sum(0))
     off = sums[:, 0] - sums[:, 1] * losses.mean()
@@ -43,22 +43,32 @@ def test_rows_of_several_processes_are_joined(monkeypatch):
     parts = [read(rows[:30], 8), read(rows[30:], 8), RowSums()]
 
     def gather(mine):
-        return [(part._array(), part.read, part.groups, 1) for part in parts]
+        return [(part._array(), part.read, part.groups, 1, []) for part in parts]
 
     monkeypatch.setattr(row_sums, "gather_object", gather)
-    sums, whole_batches = parts[0].gathered()
+    sums, whole_batches, _ = parts[0].gathered()
     np.testing.assert_array_equal(sums, rows)
     assert whole_batches == 3
     monkeypatch.setattr(row_sums, "MOST_ROWS", 40)
-    sums, _ = parts[0].gathered()
+    sums, *_ = parts[0].gathered()
     np.testing.assert_allclose(sums.sum(0), rows.sum(0))
     # Rows of two processes that have the same number there are in no group together.
     assert len(sums) > 40
 
 
+def test_an_earlier_reading_of_some_batches_is_put_beside_their_rows():
+    rows = np.random.default_rng(0).random((20, 3)) + 0.1
+    rows[9] = 0  # has no items
+    earlier = {0: torch.full((8, 2), 5.0), 1: torch.full((7, 2), 6.0), 2: torch.full((4, 2), 7.0)}
+    found = read(rows, 8).gathered(False, [earlier])
+    (beside,) = found.earlier
+    # The second batch had other rows then.
+    assert beside[:, 0].tolist() == [5] * 8 + [0] * 7 + [7] * 4 and len(found.sums) == 19
+
+
 def test_batches_that_could_not_be_split_are_counted():
     found = RowSums().plus(torch.ones(4, 2)).plus(torch.ones(1, 2), torch.tensor(False))
-    assert found.gathered(False)[1] == 1
+    assert found.gathered(False).whole_batches == 1
 
 
 def test_seven_digits_are_kept():

@@ -1,0 +1,103 @@
+"""What a verdict says of the last layer: beside plain training, and beside what it was before."""
+
+import numpy as np
+import pytest
+
+from hf_descent import DescentProblem
+from hf_descent.evaluation import Certificate, certify
+from hf_descent.evaluation.price import START, WARMUP, Reference, price_of
+
+
+def rows_of(first, last):
+    return np.column_stack([first, last, np.ones(len(last))])
+
+
+def sums_of(losses):
+    return np.column_stack([losses, np.ones(len(losses))])
+
+
+PROBLEM = DescentProblem(None, 10.0, 2, loss_targets={1: 4.0})
+
+
+def verdict(last, then=None, is_same_data=True, **settings):
+    references = []
+    if then is not None:
+        references = [Reference.measured(START, sums_of(then), is_same_data)]
+    settings = {"chance": 10.0, "references": references, "max_last_layer_rise": 0.02} | settings
+    return certify(PROBLEM, rows_of(np.full(len(last), 1.0), last), **settings)
+
+
+def losses(mean, spread=1.0, rows=400, seed=0):
+    """Of rows that differ much; whose mean is exact."""
+    noise = spread * np.random.default_rng(seed).normal(size=rows)
+    return mean + noise - noise.mean()
+
+
+def test_the_verdict_begins_with_the_price():
+    found = verdict(losses(2.61), plain=2.54)
+    assert str(found).startswith("Last layer: 2.61, plain training 2.54 (+2.8 %).\n")
+    assert found.headline == "VERDICT: MET, price +2.8 %"
+    alone = verdict(losses(2.61))
+    assert str(alone).startswith("Last layer: 2.61; no plain run to compare with.\n")
+    assert alone.headline == "VERDICT: MET, price unknown"
+    assert alone.with_plain(2.7).headline == "VERDICT: MET, price -3.3 %"
+    assert not str(verdict(losses(2.61), has_price=False)).startswith("Last layer")
+    few = verdict(losses(2.61, rows=20))
+    assert few.headline == "VERDICT: NOT SHOWN, price unknown"
+
+
+def test_a_last_layer_that_became_worse_meets_nothing():
+    then = losses(3.0)
+    worse = verdict(then * 1.03, then)
+    assert worse.verdicts == ["not met"] and not worse.feasible
+    assert worse.reasons == ["f_L is +3.0 % above that before training; +2.0 % is allowed"]
+    assert worse.headline.startswith("VERDICT: NOT MET")
+    assert f"before training {3:.4g} (+3.0 %)" in str(worse)
+    allowed = verdict(then * 1.01, then)
+    assert allowed.verdicts == ["met"] and "before training 3 (+1.0 %)" in str(allowed)
+    assert verdict(then * 1.03, then, max_last_layer_rise=None).verdicts == ["met"]
+    assert verdict(then * 1.03, then, max_last_layer_rise=0.05).verdicts == ["met"]
+
+
+def test_rows_that_are_the_same_are_compared_by_pairs():
+    """Unpaired, the intervals of such rows are wider than the rise; other rows are not the same."""
+    then = losses(3.0)
+    now = then * 1.03
+    assert verdict(now, then).verdicts == ["not met"]
+    assert verdict(now, then, is_same_data=False).verdicts == ["met"]
+    assert verdict(then * 1.5, then, is_same_data=False).verdicts == ["not met"]
+    # Within the noise of the rows nothing is shown, also by pairs.
+    assert verdict(losses(3.1, seed=1), then).verdicts == ["met"]
+
+
+def test_rows_that_were_left_out_do_not_count():
+    then, now = losses(3.0), losses(3.0)
+    sums = sums_of(then)
+    sums[::2] = 0
+    now[::2] = 9.0  # only in the rows that were left out
+    reference = Reference.measured(WARMUP, sums, is_same_data=True)
+    assert reference.loss == pytest.approx(then[1::2].mean())
+    assert not reference.is_exceeded(sums_of(now), 0.02)
+    assert reference.is_exceeded(sums_of(now * 1.1), 0.02)
+
+
+def test_a_false_alarm_is_as_rare_as_stated():
+    """f_L exactly above by as much as is allowed: half of 5 % are told that it is more."""
+    generator, wrong = np.random.default_rng(0), 0
+    for _ in range(1000):
+        then = 3 + generator.normal(size=100)
+        now = 1.02 * then + 0.1 * generator.normal(size=100)
+        reference = Reference.measured(START, sums_of(then), is_same_data=True)
+        wrong += reference.is_exceeded(sums_of(now), 0.02)
+    assert wrong <= 40
+
+
+def test_prices_survive_the_disk(tmp_path):
+    then = losses(3.0)
+    found = verdict(then * 1.03, then, plain=2.5)
+    path = str(tmp_path / "verdict.json")
+    found.to_json(path)
+    read = Certificate.from_json(path)
+    assert (str(read), read.headline) == (str(found), found.headline)
+    as_json = {"name": START, "loss": 3.0, "upper": 3.1, "rows": sums_of(then).tolist()}
+    assert price_of(rows_of(then, then * 1.03), [as_json], 0.02).exceeded == START

@@ -1,0 +1,136 @@
+"""The last layer before training and after the warm-up, which verdicts compare with."""
+
+import pytest
+import torch
+from tiny import bert, classification_data, config, fitted
+from transformers import Trainer, TrainingArguments
+
+from hf_descent import DescentTrainer
+from hf_descent.evaluation import LayerProfile
+from hf_descent.evaluation.price import START, WARMUP
+from hf_descent.runs import RunFolder
+from hf_descent.training import references
+
+
+DATA = classification_data(128, pad=False)
+HELD_OUT = classification_data(64, seed=1, pad=False)
+
+
+def make(folder, model=None, **settings):
+    settings = {
+        "max_steps": 8, "dual_warmup_steps": 4, "per_device_train_batch_size": 16, "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 7,
+    } | settings  # fmt: skip
+    model = bert() if model is None else model
+    return DescentTrainer(
+        model, config(folder, **settings), train_dataset=DATA, eval_dataset=HELD_OUT
+    )
+
+
+def stock_loss(folder, model):
+    args = TrainingArguments(
+        str(folder),
+        report_to="none",
+        use_cpu=True,
+        per_device_eval_batch_size=64,
+        disable_tqdm=True,
+    )
+    return Trainer(model, args, eval_dataset=HELD_OUT).evaluate()["eval_loss"]
+
+
+def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
+    start = stock_loss(tmp_path, bert())
+    plain = fitted(
+        make(tmp_path / "plain", max_steps=4, objective="erm", lr_scheduler_type="constant")
+    )
+    after_warmup = stock_loss(tmp_path, plain.model)
+    trainer = make(tmp_path / "run", lr_scheduler_type="constant")
+    trainer.train()
+    trainer.evaluate()
+    verdict = trainer._record.certificate
+    assert verdict.price.references == {
+        START: pytest.approx(start, rel=1e-5),
+        WARMUP: pytest.approx(after_warmup, rel=1e-5),
+    }
+    assert f"before training {start:.4g}" in str(verdict)
+    profile = trainer.evaluate_layers()
+    assert str(profile.certificate()) == str(verdict)
+    profile.to_json(str(tmp_path / "profile.json"))
+    read = LayerProfile.from_json(str(tmp_path / "profile.json"))
+    assert str(read.certificate()) == str(verdict)
+    trainer.save_model()
+    summary = RunFolder(tmp_path / "run").summary
+    assert summary["last_layer_losses"][START]["loss"] == pytest.approx(start, rel=1e-5)
+    assert [each.name for each in references.references_of(summary)] == [START, WARMUP]
+
+
+def test_training_goes_on_as_if_nothing_had_been_read(tmp_path):
+    losses = []
+    for rows in (HELD_OUT, None):
+        trainer = make(tmp_path, bert(dropout=0.1))
+        trainer.eval_dataset = rows
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert bool(trainer._references.summary()) == (rows is not None)
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
+def test_a_ruined_model_meets_nothing(tmp_path):
+    """Every row refers to its own f_L, so that a ruined model meets them more easily."""
+    good = fitted(
+        make(tmp_path, objective="erm", max_steps=60, learning_rate=2e-2, dual_warmup_steps=0)
+    ).model
+    before = stock_loss(tmp_path, good)
+    settings = {"exit_targets": {1: 0.9}, "dual_warmup_steps": 0, "descent_alpha": None}
+    kept = make(tmp_path / "kept", good, learning_rate=1e-6, **settings)
+    kept.train()
+    kept.evaluate()
+    assert before < 0.8 and kept._record.certificate.price.exceeded is None
+    with torch.no_grad():
+        kept.model.classifier.weight.mul_(0.3)  # as ruinous training would
+    assert before < stock_loss(tmp_path, kept.model)
+    kept.evaluate()
+    verdict = kept._record.certificate
+    assert verdict.price.exceeded == START and verdict.outcome == "not met"
+    assert "above that before training" in verdict.reasons[0]
+    kept.evaluate(classification_data(64, seed=2, pad=False))  # of other rows
+    assert kept._record.certificate.price.references[START] == pytest.approx(before, rel=1e-5)
+
+
+def test_a_resumed_run_compares_with_its_own_start(tmp_path):
+    trainer = make(tmp_path / "run", save_strategy="steps", save_steps=3)
+    trainer.train()
+    trainer.evaluate()
+    expected = trainer._record.certificate.price
+    for step in (3, 6):  # before and after the end of the warm-up
+        resumed = make(tmp_path / "run", save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
+        resumed.evaluate()
+        found = resumed._record.certificate.price
+        assert found.references == pytest.approx(expected.references, rel=1e-6)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(references, "MOST_ROWS", 21)
+    trainer = make(tmp_path)
+    trainer.train()
+    (reading,) = trainer._references._readings[START]["eval_dataset"]
+    assert list(reading) == [0, 4, 8] and [len(part) for part in reading.values()] == [7, 7, 7]
+    trainer.evaluate()
+    with torch.no_grad():
+        batch = {
+            name: torch.stack([torch.as_tensor(HELD_OUT[i][name]) for place in (0, 4, 8)
+                               for i in range(7 * place, 7 * place + 7)])
+            for name in HELD_OUT[0]
+        }  # fmt: skip
+        expected = bert().eval()(**batch).loss.item()
+    assert trainer._record.certificate.price.references[START] == pytest.approx(expected, rel=1e-5)
+
+
+def test_plain_training_has_no_price(tmp_path):
+    trainer = make(tmp_path, objective="erm", exit_targets={1: 0.5})
+    trainer.train()
+    trainer.evaluate()
+    assert trainer._record.certificate.price is None
+    assert not trainer._references.times()

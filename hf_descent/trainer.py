@@ -558,7 +558,12 @@ class DescentMixin:
         ValueError where the objective is plain training already, the model is sharded, `optimizers` were given, or as
         of `train` and [`evaluate_layers`].
         """
-        return train_both(self, resume_from_checkpoint, eval_dataset, settings)
+        found = train_both(self, resume_from_checkpoint, eval_dataset, settings)
+        if found.certificate is not None:
+            plain = {"plain": float(found.plain.losses[-1])}
+            found.trained.facts = (found.trained.facts or {}) | plain
+            self._record = replace(self._record, certificate=found.certificate)
+        return found
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.

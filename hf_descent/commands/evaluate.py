@@ -36,6 +36,7 @@ from ..data.text import (
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import LayerProfile, layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
+from ..evaluation.side_by_side import plain_profile
 from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
@@ -287,7 +288,8 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             profile.references = references_of(summary)
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
-            profile.facts = facts
+            plain = plain_profile(name, summary, profile)
+            profile.facts = facts | {"plain": None if plain is None else float(plain.losses[-1])}
             verdict = profile.certificate(args.confidence)
             results[f"verdict{profile.ending}"] = verdict
             if profile.gamma == (gamma_train or 0.0):

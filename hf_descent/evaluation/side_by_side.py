@@ -46,8 +46,10 @@ class SideBySide:
 
     @property
     def certificate(self) -> Certificate | None:
-        """The verdict on the constrained model; `None` without constraints."""
-        return None if self.trained.problem is None else self.trained.certificate()
+        """The verdict on the constrained model, with its price; `None` without constraints."""
+        if self.trained.problem is None:
+            return None
+        return self.trained.certificate(plain=self.plain)
 
     @property
     def plain_certificate(self) -> Certificate | None:
@@ -55,7 +57,7 @@ class SideBySide:
         if self.trained.problem is None:
             return None
         also_selected = (self.plain.facts or {}).get("also_selected", False)
-        facts = {"also_selected": also_selected}
+        facts = {"also_selected": also_selected, "has_price": False}
         return replace(self.plain, problem=self.trained.problem, facts=facts).certificate()
 
     def __str__(self) -> str:

@@ -560,8 +560,7 @@ class DescentMixin:
         """
         found = train_both(self, resume_from_checkpoint, eval_dataset, settings)
         if found.certificate is not None:
-            plain = {"plain": float(found.plain.losses[-1])}
-            found.trained.facts = (found.trained.facts or {}) | plain
+            found.trained.keep_plain(found.plain)
             self._record = replace(self._record, certificate=found.certificate)
         return found
 

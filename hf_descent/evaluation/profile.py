@@ -88,6 +88,10 @@ class LayerProfile(Result):
             **{"references": self.references} | facts,
         )
 
+    def keep_plain(self, plain: "LayerProfile") -> None:
+        """Have verdicts on this profile tell the price beside that of plain training on the same data."""
+        self.facts = (self.facts or {}) | {"plain": float(plain.losses[-1])}
+
     def _rows(self) -> tuple[np.ndarray, int]:
         """What intervals of the loss are made of `[n, L + 1]`, and the least number of it."""
         if self.row_sums is not None:

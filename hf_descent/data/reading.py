@@ -15,8 +15,11 @@ import gzip
 import io
 import json
 import lzma
+import re
+import reprlib
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -42,7 +45,9 @@ FILE_TYPES = {
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz")
 SEPARATORS = (",", ";", "\t", "|")
+RARE_SEPARATORS = ("\t", "|")  # in texts; such files are often written without quotes
 HEADER_CHARACTERS = 1 << 20  # in which the first line of a csv file ends
+HALF_CHARACTER = re.compile(r"[\ud800-\udfff]")  # a surrogate by itself, which UTF-8 has not
 JSON_TYPES = {
     str: Value("string"),
     bool: Value("bool"),
@@ -54,6 +59,7 @@ UNREADABLE = (
     ValueError,
     OverflowError,
     EOFError,  # of a compressed file that was cut
+    RecursionError,  # of json with too many brackets in each other
     csv.Error,
     gzip.BadGzipFile,
     lzma.LZMAError,
@@ -82,8 +88,10 @@ def load_file(argument: str, path: str, columns: Sequence[str] = ()) -> Dataset:
             return _load_parquet(path, columns)
         if file_type == "csv":
             return _load_csv(path, columns)
-        return _load_json(path)
-    except UNREADABLE as error:
+        return _load_json(path, columns)
+    except (*UNREADABLE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # no such file and the like; of damaged data there is no number
         is_wrapped = isinstance(error, DatasetGenerationError) and error.__cause__
         reason = str(error.__cause__ if is_wrapped else error).removesuffix(".")
         raise ValueError(
@@ -120,8 +128,19 @@ def _stored(rows: Any, features: Features, path: str, **settings: Any) -> Datase
 
 def _load_parquet(path: str, columns: Sequence[str]) -> Dataset:
     with fsspec.open(path, "rb", expand=False) as file:
-        schema = parquet.read_schema(file)
-    fields = [field for field in schema if field.name in columns or _is_known(field)]
+        content = parquet.ParquetFile(file)
+        schema, count = content.schema_arrow, content.metadata.num_rows
+    if count == 0:
+        raise ValueError("it has no rows")
+    times = Counter(schema.names)
+    for name in columns:
+        if times[name] > 1:
+            raise ValueError(f"two of its columns have the name {name!r}")
+    fields = [
+        field
+        for field in schema
+        if field.name in columns or (times[field.name] == 1 and _is_known(field))
+    ]
     selection = {}
     if len(fields) < len(schema):
         features = Features.from_arrow_schema(pyarrow.schema(fields, schema.metadata))
@@ -206,25 +225,37 @@ def _rows_of_lines(
 ) -> Iterator[dict[str, str | None]]:
     filled = (cells for cells in lines if cells)
     next(filled)  # the names of the columns
-    has_rows = False
+    width = None
     for cells in filled:
-        has_rows = True
         if any(cells[len(names) :]):
             raise ValueError(
                 f"line {lines.line_num} has {len(cells)} values for {len(names)} columns; put a value that "
                 f"holds the separator {separator!r} in double quotes"
             )
-        if separator == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
+        # Blank values at the end are no column if all lines have them. If some do, a value was cut in two.
+        own_width = max(len(cells), len(names))
+        width = width or own_width
+        if own_width != width:
             raise ValueError(
-                f"line {lines.line_num} ends a value in quotes that holds several lines with tabs; double each quote "
-                "that is part of a value, and put the value in quotes"
+                f"line {lines.line_num} has {len(cells)} values, and lines above have {width}; put a value that holds "
+                f"the separator {separator!r} in double quotes, or give all lines as many separators"
+            )
+        if separator in RARE_SEPARATORS and any(_holds_lines(cell, separator) for cell in cells):
+            raise ValueError(
+                f"line {lines.line_num} ends a value in quotes that holds several lines with the separator "
+                f"{separator!r}; double each quote that is part of a value and put the value in quotes, or give the "
+                "rows as JSON lines if the value is meant so"
             )
         yield dict(zip_longest(names, cells[: len(names)]))
-    if not has_rows:
+    if width is None:
         raise ValueError("it has no rows below its first line")
 
 
-def _load_json(path: str) -> Dataset:
+def _holds_lines(cell: str, separator: str) -> bool:
+    return separator in cell and ("\n" in cell or "\r" in cell)
+
+
+def _load_json(path: str, columns: Sequence[str]) -> Dataset:
     types: dict[str, set[type]] = {}
     for row in json_objects(path):
         for name, value in row.items():
@@ -235,7 +266,9 @@ def _load_json(path: str) -> Dataset:
         raise ValueError("it has no rows")
     features = Features({name: _json_feature(of_column) for name, of_column in types.items()})
     mixed = tuple(name for name, feature in features.items() if isinstance(feature, Json))
-    return _stored(json_rows, features, path, names=tuple(types), mixed=mixed)
+    return _stored(
+        json_rows, features, path, names=tuple(types), mixed=mixed, columns=tuple(columns)
+    )
 
 
 def _json_type(value: Any) -> type:
@@ -252,11 +285,25 @@ def _json_feature(types: set[type]) -> Value | Json:
 
 
 def json_rows(
-    path: str, version: tuple, names: tuple[str, ...], mixed: tuple[str, ...]
+    path: str,
+    version: tuple,
+    names: tuple[str, ...],
+    mixed: tuple[str, ...],
+    columns: tuple[str, ...],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a json file with all of `names`; values of the columns in `mixed` as JSON."""
-    for row in json_objects(path):
+    """The rows of a json file with all of `names`; values of the columns in `mixed` as JSON. ValueError where a text
+    of `columns` holds half a character."""
+    for number, row in enumerate(json_objects(path), start=1):
         values = dict.fromkeys(names) | row
+        for name, value in values.items():
+            if not isinstance(value, str) or not HALF_CHARACTER.search(value):
+                continue
+            if name in columns:
+                raise ValueError(
+                    f"row {number}: `{name}` is {reprlib.repr(value)}, which holds half a character, as of an emoji "
+                    "that was cut; repair or drop the row"
+                )
+            values[name] = HALF_CHARACTER.sub("\ufffd", value)
         for name in mixed:
             if values[name] is not None:
                 values[name] = json.dumps(values[name])
@@ -293,28 +340,41 @@ def _json_lines(path: str) -> Iterator[tuple[int, Any]]:
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
+                yield number, json.loads(line, object_pairs_hook=_object)
+            except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
 
 
 def _json_members(path: str) -> list[Any]:
     with _opened(path) as file:
-        value = json.load(file)
+        value = json.load(file, object_pairs_hook=_object)
     if isinstance(value, list):
         return value
     if not _holds_columns(value):
         raise ValueError("it holds neither rows nor columns")
     # As pandas writes them: lists, or objects with the number of the row as key.
-    columns = [column.values() if isinstance(column, dict) else column for column in value.values()]
+    columns = list(value.values())
+    if isinstance(columns[0], dict):
+        columns = [[column[key] for key in columns[0]] for column in columns]
     return [dict(zip(value, values)) for values in zip(*columns)]
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of json; ValueError where a name has two values, of which only the last would be kept."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has two values of {name!r}")
+    return value
+
+
 def _holds_columns(value: Any) -> bool:
-    """Whether an object is a table by column: lists or objects of one length."""
+    """Whether an object is a table by column: lists of one length, or objects with the same keys."""
     if not isinstance(value, dict) or not value:
         return False
     types = {type(column) for column in value.values()}
     if types not in ({list}, {dict}):
         return False
+    if types == {dict}:
+        return len({frozenset(column) for column in value.values()}) == 1
     return len({len(column) for column in value.values()}) == 1

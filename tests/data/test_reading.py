@@ -124,8 +124,9 @@ def test_json_values_keep_their_types(tmp_path):
         '\ufeff{"text": "a", "label": 0}\n{"text": "b", "label": 1}',
         '{"text": ["a", "b"], "label": [0, 1]}',
         '{\n"text": {"0": "a", "1": "b"},\n"label": {"0": 0, "1": 1}\n}',
+        '{"text": {"0": "a", "1": "b"}, "label": {"1": 1, "0": 0}}',
     ],
-    ids=["list", "lines", "byte order mark", "columns", "pandas"],
+    ids=["list", "lines", "byte order mark", "columns", "pandas", "pandas in another order"],
 )
 def test_forms_of_json(tmp_path, content):
     (tmp_path / "rows.json").write_bytes(content.encode())
@@ -177,6 +178,8 @@ def test_unused_columns_do_not_matter(tmp_path):
 
     rows = [{"text": "a", "label": 1, "x": 1}, {"text": "b", "label": 0, "x": {"y": [None, "z"]}}]
     assert read(write_lines(tmp_path / "rows.jsonl", rows))["label"][:] == [1, 0]
+    rows = [{"text": "a", "label": 1, "x": "half \ud83d"}]
+    assert read(write_lines(tmp_path / "half.jsonl", rows))["label"][:] == [1]
 
     table = {"text": ["a"], "label": [1], "day": [datetime.date(2020, 1, 1)], "raw": [b"\xff"]}
     table["map"] = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
@@ -214,7 +217,7 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv", 'text,label\nb,0\n"a,1\nb,0\n', "unexpected end of data"),
         ("rows.csv", "text,label\nx,1\na, b,1\n", "line 3 has 3 values for 2 columns"),
         ("rows.csv", "text,label\na,b,c,d,1\n", "line 2 has 5 values for 2 columns"),
-        ("rows.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n', "several lines with tabs"),
+        ("rows.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n', "several lines with the separator"),
         ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
         ("rows.csv", "text,label\n", "no rows below its first line"),
         ("rows.csv", "", "it is empty"),
@@ -227,6 +230,27 @@ def test_long_texts_are_read(tmp_path):
         ("rows.jsonl", '{"text": "a"}\n[1]\n', r"row 2 is \[1\]"),
         ("rows.json", "3", "neither rows nor columns"),
         ("rows.json", "[]", "it has no rows"),
+        ("rows.csv", "text,label\na, b,\nc,1\n", "line 3 has 2 values, and lines above have 3"),
+        ("rows.csv", "text,label\nc,1\na, b,\n", "line 3 has 3 values, and lines above have 2"),
+        ("rows.csv", 'label|text\n1|"a\n0|b"\n', "line 3 ends a value .* several lines"),
+        ("rows.tsv", 'label\ttext\r1\t"a\r0\tb"\r', "line 3 ends a value .* several lines"),
+        ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream"),
+        ("rows.jsonl", '{"text": "a", "label": 0, "label": 1}', "line 1: .* two values of 'label'"),
+        ("rows.json", '[{"text": "a", "text": "b"}]', "two values of 'text'"),
+        ("rows.jsonl", '{"text": "a\\ud83d"}\n{"text": 1}', "row 1: `text` .* half a character"),
+        pytest.param(
+            "rows.jsonl",
+            '{"text": "a"}\n{"text": ' + "1" * 5000 + "}",
+            "line 2: ",
+            id="long number",
+        ),
+        pytest.param(
+            "rows.jsonl",
+            '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "recursion",
+            id="many brackets",
+        ),
+        ("rows.json", '{"text": {"0": "a"},\n"label": {"1": 0}}', "neither rows nor columns"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
@@ -234,3 +258,30 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(ValueError, match=rf"`train_file` is .*{name}', which cannot .*{message}"):
         read(tmp_path / name)
+
+
+def test_damaged_parquet_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "label": [0, 1]}), path)
+    content = bytearray(path.read_bytes())
+    content[-60:-40] = b"\xff" * 20
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"`train_file` is .*rows.parquet', which cannot be read"):
+        read(path)
+
+
+def test_parquet_without_rows_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": [], "label": []}), path)
+    with pytest.raises(ValueError, match="it has no rows"):
+        read(path)
+
+
+def test_parquet_columns_of_one_name_matter_only_where_they_are_used(tmp_path):
+    path = tmp_path / "rows.parquet"
+    arrays = [pyarrow.array(values) for values in (["a"], [0], [1], [2])]
+    table = pyarrow.Table.from_arrays(arrays, names=["text", "label", "x", "x"])
+    parquet.write_table(table, path)
+    assert read(path).to_list() == [{"text": "a", "label": 0}]
+    with pytest.raises(ValueError, match="two of its columns have the name 'x'"):
+        read(path, ("text", "x"))

@@ -8,7 +8,8 @@
 - If all labels of all splits are whole numbers, also as texts (`1` or `1.0`, but not `01` or `1e3`), the classes are
   these numbers. If they are true and false, also as texts in whatever case, the classes are `False` and `True`; beside
   numbers they are 1 and 0. All other labels are texts, and each text is its own class.
-- A `ClassLabel` has names. In a split beside it labels are its names, or its numbers.
+- A `ClassLabel` has names. In a split beside it labels are its names, or its numbers if no name says another number
+  (as `true` for 0 does).
 """
 
 import math
@@ -117,6 +118,9 @@ def _fault(value: Any, feature: Any) -> str | None:
         is_class = 0 <= value < count
         return None if is_class else f"and its `ClassLabel` has the numbers 0 to {count - 1}"
     number = whole_number(value.strip() if isinstance(value, str) else value)
+    is_written_number = isinstance(value, str) and is_numeric(value)
+    if is_written_number:
+        number = float(value.replace(",", "."))  # -1e0 and -01, too
     if number in UNKNOWN:
         return "which may mean 'no label' or be a class: drop these rows, or rename the class"
     if number is None and isinstance(value, float | Decimal):
@@ -139,8 +143,10 @@ class LabelColumn:
         self.distinct = list({(type(label), label): label for label in values}.values())
 
     def are_numbers_of(self, classes: Sequence[str]) -> bool:
-        """Whether the labels are the numbers of `classes`, whose names are no numbers themselves."""
+        """Whether the labels are the numbers of `classes`, whose names are no numbers themselves, nor true for 0."""
         if any(map(is_numeric, classes)):
+            return False
+        if any(boolean(name) not in (None, number) for number, name in enumerate(classes)):
             return False
         numbers = [number_of(label) for label in self.distinct]
         return all(number is not None and 0 <= number < len(classes) for number in numbers)
@@ -170,7 +176,8 @@ def class_labels(splits: Mapping[str, Dataset]) -> dict[str, Dataset]:
     kind = _kind(distinct)
 
     named = _given_names(columns)
-    classes = named or _occurring_classes(columns["train"], kind)
+    occurring = _occurring_classes(columns["train"], kind, named)
+    classes = named or occurring
     return {
         split: encode_labels(splits[split], column.texts(kind, named), classes, split)
         for split, column in columns.items()
@@ -231,8 +238,9 @@ def _given_names(columns: Mapping[str, LabelColumn]) -> list[str] | None:
     return None
 
 
-def _occurring_classes(train: LabelColumn, kind: str) -> list[str]:
-    classes = sorted(set(train.texts(kind)), key=int if kind == "number" else str)
+def _occurring_classes(train: LabelColumn, kind: str, named: Sequence[str] | None) -> list[str]:
+    is_number = kind == "number" and named is None
+    classes = sorted(set(train.texts(kind, named)), key=int if is_number else str)
     if len(classes) < 2:
         raise ValueError(f"The labelled training rows are all of one class, {classes}.")
     return classes

@@ -124,6 +124,10 @@ def test_json_values_of_several_types(tmp_path):
         ([0, 1], DIGITS, [1, 2], None, ["1", "2"]),
         ([0, 1], DIGITS, [0, 1], None, None),
         ([0, 1], NAMED, [0, 2], None, None),
+        # By their names true and false are other classes than by their numbers.
+        (["true", "false"], None, [0, 1], ClassLabel(names=["true", "false"]), None),
+        ([0, 1], ClassLabel(names=["true", "false"]), [1, 0], None, None),
+        ([0, 1], ClassLabel(names=["False", "True"]), ["true", "0"], None, ["True", "False"]),
         (["neg", "pos"], None, [0, 1], None, None),  # the order of neither is known
     ],
 )
@@ -175,10 +179,10 @@ def test_many_dropped_rows_are_named_in_short(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("mark", [-1, -100, -1.0, -100.0, "-1", "-1.0", "-100"])
+@pytest.mark.parametrize("mark", [-1, -100, -1.0, -100.0, "-1", "-1.0", "-100", "-1e0", "-01"])
 def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
     others = {int: [0, 1], float: [0.0, 1.0], str: ["neg", "pos"]}[type(mark)]
-    with pytest.raises(ValueError, match=r"train split holds .*-1.* \(row 2\), which may mean"):
+    with pytest.raises(ValueError, match=r"train split holds .*-0?1.* \(row 2\), which may mean"):
         load(write(tmp_path / f"rows{suffix}", [others[0], mark, others[1]]))
 
 
@@ -207,6 +211,8 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
         ([-1, -1], NAMED, r"no row with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
         ([True, True], None, "all of one class"),
+        ([0, 0], NAMED, r"all of one class, \['neg'\]"),
+        ([0, 0], ClassLabel(names=["a"]), "all of one class"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(tmp_path, labels, kind, message):

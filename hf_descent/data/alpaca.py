@@ -52,9 +52,13 @@ def load_alpaca(
     as_chat = args.prompt_format == "auto" and (
         gets_template or tokenizer.chat_template is not None
     )
-    names, desc = splits["train"].column_names, "Formatting instructions"
-    return hold_out(splits, args).map(
-        _pair, fn_kwargs={"as_chat": as_chat}, remove_columns=names, desc=desc
+    settings = {"fn_kwargs": {"as_chat": as_chat}, "desc": "Formatting instructions"}
+    # Each with its own columns: some splits may have an `input`, and others not.
+    return DatasetDict(
+        {
+            split: rows.map(_pair, remove_columns=rows.column_names, **settings)
+            for split, rows in hold_out(splits, args).items()
+        }
     )
 
 

@@ -154,6 +154,10 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     Held-out rows are shuffled: intervals over blocks of rows assume it, and files are often sorted by class.
     """
     if "validation" not in splits:
+        if len(splits["train"]) < 2:
+            raise ValueError(
+                "The training split has one row, and none can be held out of it: give validation rows, too."
+            )
         halves = splits["train"].train_test_split(
             args.validation_split_percentage / 100, seed=args.split_seed
         )

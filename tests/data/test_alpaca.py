@@ -51,6 +51,29 @@ def test_rows_become_alpacas_prompts(train_file, caplog):
     )
 
 
+@pytest.mark.parametrize("with_input", ["train", "validation"])
+def test_a_split_may_have_no_input(tmp_path, with_input):
+    files = {}
+    for split in ("train", "validation"):
+        row = {"instruction": "Double.", "output": "2"}
+        if split == with_input:
+            row["input"] = "of 1"
+        path = tmp_path / f"{split}.jsonl"
+        path.write_text(json.dumps(row))
+        files[f"{split}_file"] = str(path)
+    splits = load_alpaca(AlpacaArguments(**files), tokenizer(chat=False))
+    for split, rows in splits.items():
+        assert rows.column_names == ["prompt", "completion"]
+        assert ("of 1" in rows["prompt"][0]) == (split == with_input)
+
+
+def test_one_row_is_too_few_to_hold_out(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"instruction": "Double.", "output": "2"}))
+    with pytest.raises(ValueError, match="one row, .*give validation rows"):
+        load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer(chat=False))
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl"])
 def test_answers_stay_as_they_are_written(tmp_path, suffix):
     outputs = ["007", "1e3", "2020-01-01", "NA", "null", "-1", " 5", "true"]

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -91,94 +92,132 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
 
     ValueError where the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """
-    folder, run = Path(folder).absolute(), RunFolder(folder)  # a name on the Hub is no folder
-    config, adapter = (find_json(str(folder), name) for name in (CONFIG_NAME, ADAPTER))
-    if not (
-        config or adapter or facts.get("architecture")
-    ):  # TRL's trainers ask before they save a model
+    folder = Path(folder).absolute()  # a name on the Hub is no folder
+    run = RunFolder(folder)
+    config = find_json(str(folder), CONFIG_NAME)
+    adapter = find_json(str(folder), ADAPTER)
+    # TRL's trainers ask before they save a model.
+    if not (config or adapter or facts.get("architecture")):
         raise no_model_in(str(folder))
-    descent = run.summary
     measured_by = facts.pop("readout", None)
-    left_out = (*RESULTS, "baseline", "evaluated")
-    known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
-    known |= {
-        name: value for name, value in find_json(str(folder), run.CARD).items() if name in GIVEN
-    }
-    architecture = (config.get("architectures") or [descent.get("model", "AutoModel")])[0]
-    card = {
-        "model_name": folder.resolve().name,
-        "architecture": architecture,
-        "tags": TAGS,
-        "paper": PAPER,
-    }
-    card |= known | {name: value for name, value in facts.items() if value is not None}
-    card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
-    card["library_name"] = "peft" if adapter else "transformers"
-    card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
-    card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
-    if base := hub_id(adapter.get("base_model_name_or_path") or descent.get("encoder")):
-        card["base_model"] = facts.get("base_model") or base
-    # `base_model` names the encoder; this may be a folder of the machine.
-    card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
-    card["versions"] = descent.get("versions") or card.get("versions")
-    card["settings"] = card.get("settings") or descent.get("arguments")
-    card["objective"] = card.get("objective") or descent.get("objective") or "erm"
-    # Not from `all_results.json`, to which every training in the folder adds.
-    for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
-        if results := run.read(f"{prefix}_results.json"):
-            card["split"] = split
-            card["evaluation"] = {
-                name: value for name, value in results.items() if name.startswith(f"{prefix}_")
-            }
-            written = (folder / f"{prefix}_results.json").stat().st_mtime
-            card["evaluated"] = datetime.fromtimestamp(written, timezone.utc).date().isoformat()
-            losses = run.read("layer_profile.json").get("losses")
-            loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
-            if loss and not math.isclose(
-                loss, losses[-1], rel_tol=3e-3
-            ):  # `evaluate` has taken other rows since
-                card["evaluation"] = card["split"] = None
-    # Without noise a denoiser's input is the answer: nothing that it does then is met.
-    level = (
-        upper_level(descent.get("noise_gamma"))
-        if card["architecture"].endswith("Denoising")
-        else None
-    )
-    for name, kind in RESULTS.items():
-        results = run.results(kind, f"{name}*" if level else name)
-        for result in [
-            each for each in results if level is None or getattr(each, "gamma", level) == level
-        ]:
-            card[name] = _shown(result)
-            if (
-                name == "layer_profile" and result.problem
-            ):  # version 0.1 wrote no verdict; today's is of the same data
-                card["verdict"] = _shown(result.certificate())
-    if curve := card.get("noise_curve"):  # `evaluate` may have taken other levels since
-        newer, given = (
-            dict.fromkeys(f"{curve['metric']}_{name}" for name in SUMMARIES),
-            card.get("evaluation") or {},
-        )
-        newer |= curve["values"]
-        card["evaluation"] = {
-            name: newer.get(name.split("_", 1)[-1], value) for name, value in given.items()
-        }
+
+    card = _model_facts(run, folder, config, adapter, facts)
+    card.update(_evaluation(run))
+    card.update(_results(run, card["architecture"]))
+    if "noise_curve" in card:
+        card["evaluation"] = _with_newer(card.get("evaluation") or {}, card["noise_curve"])
     # The saved model does not have what was measured by a function that is not saved. `exit` cuts, and measures, the
     # model's own head.
-    card["readout"] = descent.get("readout") if measured_by is None else measured_by
+    card["readout"] = run.summary.get("readout") if measured_by is None else measured_by
     if card["readout"]:
         logger.warning(
             f"The readout `{card['readout']}` is not saved with the model: the card gives no number that it measured."
         )
         for name in MEASURED_BY_READOUT:
             card.pop(name, None)
+    if facts.get("benchmark"):
+        _check_benchmark(facts["benchmark"], card, folder)
+    return plain(card)
+
+
+def _model_facts(
+    run: RunFolder,
+    folder: Path,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any],
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What is known of the model and its training, but for what was measured."""
+    descent = run.summary
+    architectures = config.get("architectures") or [descent.get("model", "AutoModel")]
+    known = _known(run, folder)
+    card = {
+        "model_name": folder.resolve().name,
+        "architecture": architectures[0],
+        "tags": TAGS,
+        "paper": PAPER,
+        **known,
+        **{name: value for name, value in facts.items() if value is not None},
+    }
+    card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
+    card["library_name"] = "peft" if adapter else "transformers"
+    card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
+    card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
+    base = hub_id(adapter.get("base_model_name_or_path") or descent.get("encoder"))
+    if base:
+        card["base_model"] = facts.get("base_model") or base
+    # `base_model` names the encoder; this may be a folder of the machine.
+    card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
+    card["versions"] = descent.get("versions") or card.get("versions")
+    card["settings"] = card.get("settings") or descent.get("arguments")
+    card["objective"] = card.get("objective") or descent.get("objective") or "erm"
+    return card
+
+
+def _known(run: RunFolder, folder: Path) -> dict[str, Any]:
+    """What the card of this training says but for its results, and what people gave that of any training."""
+    left_out = (*RESULTS, "baseline", "evaluated")
+    known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
+    of_people = find_json(str(folder), run.CARD)
+    known.update({name: value for name, value in of_people.items() if name in GIVEN})
+    return known
+
+
+def _evaluation(run: RunFolder) -> dict[str, Any]:
+    """The metrics of the last evaluation whose file is there; not from `all_results.json`, to which every training in
+    the folder adds."""
+    found = {}
+    for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
+        results = run.read(f"{prefix}_results.json")
+        if not results:
+            continue
+        written = (run.path / f"{prefix}_results.json").stat().st_mtime
+        found["evaluated"] = datetime.fromtimestamp(written, timezone.utc).date().isoformat()
+        found["split"] = split
+        found["evaluation"] = {
+            name: value for name, value in results.items() if name.startswith(f"{prefix}_")
+        }
+        losses = run.read("layer_profile.json").get("losses")
+        loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
+        # `evaluate` may have taken other rows since.
+        if loss and not math.isclose(loss, losses[-1], rel_tol=3e-3):
+            found["evaluation"] = found["split"] = None
+    return found
+
+
+def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
+    """What a card shows of each result; of a denoiser at the noise of its training, since without noise its input is
+    the answer, and nothing that it does then is met."""
+    level = None
+    if architecture.endswith("Denoising"):
+        level = upper_level(run.summary.get("noise_gamma"))
+    shown = {}
+    for name, kind in RESULTS.items():
+        for result in run.results(kind, f"{name}*" if level else name):
+            if level is not None and getattr(result, "gamma", level) != level:
+                continue
+            shown[name] = _shown(result)
+            # Version 0.1 wrote no verdict; today's is of the same data.
+            if name == "layer_profile" and result.problem:
+                shown["verdict"] = _shown(result.certificate())
+    return shown
+
+
+def _with_newer(evaluation: Mapping[str, Any], curve: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an `evaluation`, those of noise by a `curve`: `evaluate` may have taken other levels since."""
+    newer = dict.fromkeys(f"{curve['metric']}_{name}" for name in SUMMARIES)
+    newer.update(curve["values"])
+    return {name: newer.get(name.split("_", 1)[-1], value) for name, value in evaluation.items()}
+
+
+def _check_benchmark(benchmark: Sequence[str], card: Mapping[str, Any], folder: Path) -> None:
     metrics = metrics_of(card.get("evaluation") or {})
-    if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
+    metric = benchmark[2]
+    if metric not in metrics:
         measured = ", ".join(metrics) or "no evaluation"
         raise ValueError(
             f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has."
         )
-    return plain(card)
 
 
 def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[str]:
@@ -195,19 +234,20 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     """Write `model_card.json`, `README.md` with its figures, a benchmark's result in the Hub's own format and, where
     drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`], whose values
     are returned."""
-    folder, card = Path(folder), collect(folder, **facts)
+    card = collect(folder, **facts)
+    folder = Path(folder)
     run = Run.load(str(folder), needs_curve=False)
     groups = {card["model_name"]: [run]}
     draws = is_installed("matplotlib") and not card["readout"]
     card["figures"] = _save_figures(run, groups, folder) if draws else []
-    text = str(
-        render(card)
-    )  # before anything is written, so that a card that fails leaves the old one
-    contents = {RunFolder.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
+    # All texts are made before any is written, so that a card that fails leaves the old one.
+    contents = {
+        RunFolder.CARD: json.dumps(card, indent=2) + "\n",
+        "README.md": str(render(card)),
+    }
     if entry := benchmark_entry(card):
-        contents[BENCHMARK_FILE] = yaml.safe_dump(
-            eval_result_entries_to_yaml([entry]), sort_keys=False
-        )
+        entries = eval_result_entries_to_yaml([entry])
+        contents[BENCHMARK_FILE] = yaml.safe_dump(entries, sort_keys=False)
     drafts = card.get("speculation_profile", {}).get("draft_with")
     if drafts and card["library_name"] != "peft":  # an adapter's repository holds no model
         contents[DECODING_FILE] = DECODING.format(drafts=drafts)

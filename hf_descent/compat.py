@@ -237,9 +237,9 @@ def as_config(
 # ---- language models: TRL before 1.14 ----
 
 
-def router_coefficient(trainer: Trainer) -> float:
-    """By what an `SFTTrainer` weighs the loss of a router; older ones have it in their arguments alone."""
-    return getattr(trainer, "router_aux_loss_coef", trainer.args.router_aux_loss_coef)
+def router_coefficient(trainer: Trainer) -> float | None:
+    """By what an `SFTTrainer` weighs the loss of a router; an older one leaves that to the model (`None`)."""
+    return getattr(trainer, "router_aux_loss_coef", None)
 
 
 class UnchunkedLoss:

@@ -54,9 +54,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # TRL weighs the router's loss by its own coefficient; models weigh it by what they read when they were built.
+        coefficient = router_coefficient(self)
         for module in inner_model(self.model).modules():
-            if hasattr(module, "router_aux_loss_coef"):
-                module.router_aux_loss_coef = router_coefficient(self)
+            if coefficient is not None and hasattr(module, "router_aux_loss_coef"):
+                module.router_aux_loss_coef = coefficient
         eval_datasets = (
             self.eval_dataset
             if isinstance(self.eval_dataset, dict)

@@ -20,7 +20,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from .labels import are_token_labels, documents_of, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
-from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
+from .stack import (
+    errors_explained,
+    inner_model,
+    intercepted,
+    logged,
+    present_autocast,
+    share_storage,
+)
 from .tape import Tape, taped
 from .tiles import HeadLoss, Workspace
 
@@ -38,9 +45,11 @@ class HeadReadout:
         self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
         self.head_loss, self.shifts_labels = head_loss, shifts
         self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
+        # Of "aux_loss". A model keeps what it has read from its config, which may have been changed since.
+        configured = getattr(_text_config(self._model), "router_aux_loss_coef", 0.0)
         self.router_loss_weight = getattr(
-            _text_config(self._model), "router_aux_loss_coef", 0.0
-        )  # of "aux_loss"
+            inner_model(self._model), "router_aux_loss_coef", configured
+        )
         self._workspace, self._autocast = Workspace(), None
 
     @classmethod

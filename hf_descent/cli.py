@@ -38,6 +38,7 @@ COMMANDS = {
     "show": "open a local page: type a text, see every layer's prediction, the exit and the effect of noise",
     "export": "write a model's first layers as a checkpoint, and print how to serve it, also as a draft",
     "card": "write the model card of a run from what was measured, and upload it where asked to",
+    "env": "print versions and devices, for a bug report",
 }
 
 

@@ -155,7 +155,7 @@ if _HAS_NEW_NAMES:
 else:
 
     @dataclass
-    class CheckpointingArguments:
+    class CheckpointingArguments:  # type: ignore[no-redef]
         """`activation_checkpointing` and its keyword arguments, as newer `TrainingArguments` have them."""
 
         activation_checkpointing: bool | None = field(

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -27,6 +27,12 @@ from .constraints.problem import (
     check_targets,
 )
 
+
+# What takes a Python value or its JSON text: for type checkers anything, for command lines text.
+if TYPE_CHECKING:
+    Json = Any
+else:
+    Json = str
 
 # Take a number, a list or a word; on a command line, as text. Those that are lists alone take several words as well.
 JSON_ARGUMENTS = (
@@ -188,17 +194,17 @@ class DescentArguments:
     """
 
     objective: str = field(default="descent")
-    descent_alpha: str | None = field(default=None)
-    exit_targets: str | None = field(default=None)
-    loss_targets: str | None = field(default=None)
-    initial_loss_bound: str = field(default="auto")
+    descent_alpha: Json | None = field(default=None)
+    exit_targets: Json | None = field(default=None)
+    loss_targets: Json | None = field(default=None)
+    initial_loss_bound: Json = field(default="auto")
     descent_strength: float = field(default=0.5)
-    constrained_layers: list[str] | None = field(default=None)
+    constrained_layers: list[Json] | None = field(default=None)
     target_margin: float | None = field(default=None)
     dual_learning_rate: float | None = field(default=None)
     dual_optim: str | None = field(default=None)
     normalize_violations: bool = field(default=True)
-    max_last_layer_rise: str | None = field(default=0.02)
+    max_last_layer_rise: Json | None = field(default=0.02)
     dual_warmup_steps: float | None = field(default=None)
     dual_holdout: float | None = field(default=None)
     resilience: float = field(default=0.0)
@@ -210,11 +216,11 @@ class DescentArguments:
     normalize_weights: bool = field(default=False)
     penalty_coefficient: float = field(default=1.0)
     layerskip_rotation: int | None = field(default=None)
-    fixed_multipliers: str | None = field(default=None)
+    fixed_multipliers: Json | None = field(default=None)
     readout_token_fraction: float | None = field(default=None)
-    noise_gamma: str = field(default=0.0)
+    noise_gamma: Json = field(default=0.0)
     noise_sigma: float | None = field(default=None)
-    eval_gammas: list[str] | None = field(default=None)
+    eval_gammas: list[Json] | None = field(default=None)
 
     def __init_subclass__(cls):
         cls.__doc__ = "\n\n".join(

@@ -57,6 +57,15 @@ class Multipliers:
         "slack_steps",
     )
 
+    values: torch.Tensor
+    slacks: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+    slack_mean: torch.Tensor
+    slack_square: torch.Tensor
+    steps: torch.Tensor
+    slack_steps: torch.Tensor
+
     def __init__(
         self,
         num_layers: int,

@@ -89,7 +89,7 @@ def skipping(stack: LayerStack, kept: Sequence[int]) -> Iterator[None]:
     """
     dropped = [layer for number, layer in enumerate(stack.layers, start=1) if number not in kept]
     running = set()
-    places = {}  # of the hidden state among what a layer receives, for layers that return it alone
+    places: dict = {}  # of the hidden state among what a layer receives, for layers that return it alone
 
     def hand_on(module: nn.Module, call, *args, **kwargs):
         if id(module) in running:  # `__call__` on its way to `forward`

@@ -25,7 +25,7 @@ from .tape import Tape, assigned, noise_disabled, taped
 
 logger = logging.get_logger(__name__)
 
-_stacks = WeakKeyDictionary()  # model -> (fingerprint, LayerStack)
+_stacks: WeakKeyDictionary = WeakKeyDictionary()  # model -> (fingerprint, LayerStack)
 
 
 def output_logits(outputs) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Plain and constrained training of one model, measured on the same examples: what the constraints gain and cost."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -123,7 +124,7 @@ def side_by_side(folder: str) -> list[SideBySide]:
 
 def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
     """Whether `plain` tells of plain training with the other settings of the run of `summary`."""
-    own, other = summary.get("arguments"), plain.get("arguments")
+    own, other = (json.loads(json.dumps(each.get("arguments"))) for each in (summary, plain))
     if not own or not other or other.get("objective") != "erm":
         return False
     of_constraints = {argument.name for argument in fields(DescentArguments)} - OF_THE_INPUT

@@ -55,6 +55,11 @@ def test_values_lie_in_their_ranges():
         hp_space(study.ask(), {"resilience": [0.0, 0.2]})
 
 
+def test_trials_have_no_plain_training_beside_them(command, tmp_path):
+    with pytest.raises(ValueError, match="`with_plain` is for a single training"):
+        cli.main([*command, "--output_dir", str(tmp_path), "--with_plain"])
+
+
 def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
     argv = [*command, "--output_dir", str(tmp_path), "--tune_gamma", "0.5"]
     cli.main([*argv, "--n_trials", "1"])

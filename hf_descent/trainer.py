@@ -31,7 +31,7 @@ from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
 from .constraints.state import STATE_NAME, DescentState
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
-from .evaluation.side_by_side import SideBySide
+from .evaluation.side_by_side import SideBySide, plain_profile
 from .hub.card import PAPER, TAGS
 from .hub.push import write_card
 from .losses.task import TaskLoss
@@ -40,7 +40,7 @@ from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
 from .readout.replay import Readout
 from .readout.stack import unwrapped
-from .runs import RunFolder
+from .runs import RunFolder, training_arguments
 from .training import checkpoints, checks, evaluation, holdout, judging, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results, results_of_weights
@@ -412,6 +412,9 @@ class DescentMixin:
             )
             if is_beside:
                 metrics.pop(f"{metric_key_prefix}_loss", None)  # Trainer's own stays
+            plain = self._record.plain_losses.get(self._record.evaluating)
+            if certificate is not None and plain is not None:
+                certificate = certificate.with_plain(plain)
             self._record.keep_certificate(
                 certificate, self.state.global_step, self.state.best_global_step
             )
@@ -523,6 +526,10 @@ class DescentMixin:
         if profile.problem is not None:
             also_selected = holdout.is_of_training(self, eval_dataset, self._record)
             profile.facts = evaluation.facts_of(dual, profile.problem, also_selected)
+            summary = {"arguments": training_arguments(self.args)}
+            plain = plain_profile(self.args.output_dir, summary, profile)
+            if plain is not None:
+                profile.keep_plain(plain)
             self._record = replace(self._record, certificate=profile.certificate())
         return profile
 
@@ -559,9 +566,9 @@ class DescentMixin:
         of `train` and [`evaluate_layers`].
         """
         found = train_both(self, resume_from_checkpoint, eval_dataset, settings)
-        if found.certificate is not None:
-            found.trained.keep_plain(found.plain)
-            self._record = replace(self._record, certificate=found.certificate)
+        name = name_of_set(self, eval_dataset)
+        if name is not None and not found.plain.gamma:  # `evaluate` is without noise
+            self._record.plain_losses[name] = float(found.plain.losses[-1])
         return found
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):

@@ -116,6 +116,8 @@ class RunRecord:
     also_selected: bool = (
         False  # whether the data of the present evaluation is that of evaluations in training
     )
+    # f_L of plain training beside this, by the names of evaluation sets.
+    plain_losses: dict[str, float] = field(default_factory=dict)
     # The name of the evaluation set that the present evaluation is on; `None` for other data.
     evaluating: str | None = None
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]

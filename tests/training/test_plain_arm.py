@@ -67,7 +67,8 @@ def test_both_arms_are_the_trainings_that_they_would_be_alone(tmp_path, start):
 
 
 def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_path, caplog):
-    trainer = make(tmp_path, "model", exit_targets={1: 0.5}, descent_alpha=None)
+    asked = {"loss_targets": {1: 0.5}, "descent_alpha": None, "dual_learning_rate": 1.0}
+    trainer = make(tmp_path, "model", learning_rate=3e-2, max_steps=20, **asked)
     found = trainer.train_with_plain()
     plain = Run.load(str(tmp_path / "_plain"), needs_curve=False)
     assert plain.summary["objective"] == "erm" and plain.seed == trainer.args.seed
@@ -83,9 +84,21 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
             f"{own[layer - 1] / other[layer - 1] - 1:+.1%}",
         ]
     price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %)"
-    assert f"Last layer: {price}" in text and "exit_1" in text
+    assert f"Last layer: {price}" in text and "bound_1" in text
     assert "Plain training meets" in text and text in caplog.text
-    assert found.plain_certificate.rows == found.certificate.rows == ["exit_1"]
+    assert found.plain_certificate.rows == found.certificate.rows == ["bound_1"]
+    # In verdicts, in files and on the card.
+    assert price in str(trainer.evaluate_layers().certificate())
+    caplog.clear()
+    trainer.evaluate()
+    assert price in caplog.text
+    trainer.save_model()
+    trainer.create_model_card()
+    assert price in (tmp_path / "README.md").read_text()
+    # Of other data, or other settings, the plain run says nothing.
+    for trainer_data, factor in ((ROWS, 1), (None, 2)):
+        trainer.args.learning_rate *= factor
+        assert "no plain run" in str(trainer.evaluate_layers(trainer_data).certificate())
 
 
 class Killed(TrainerCallback):

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,12 @@ from .records import RunRecord, evaluation_sets, reduced
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
-OPTIMIZERS = (
-    "optimizer",
-    "global_step",
-)  # the beginnings of their names, the latter with DeepSpeed
+# The beginnings of the names of optimizers, the latter with DeepSpeed.
+OPTIMIZERS = ("optimizer", "global_step")
+ONLY_TO_RESUME = ("optimizer", "scheduler", "rng_state", "scaler")  # how the names of files begin
 CHECKSUMS_NAME = "descent_files.json"  # with the step, sizes and checksums of the other files
-CHECKED = (
-    ".safetensors",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".distcp",
-)  # what resuming reads, beside JSON, which people may edit
+# What resuming reads, beside JSON, which people may edit.
+CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 
 
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
@@ -131,11 +125,12 @@ def warn_of_readout(readout: Callable) -> None:
 
 def saved_summary(trainer: Trainer) -> dict[str, Any]:
     """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
-    folders = (
-        loaded_from(trainer.model),
-        os.path.abspath(trainer.args.output_dir),
-    )  # no name on the Hub
-    return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
+    output_dir = os.path.abspath(trainer.args.output_dir)  # which is no name on the Hub
+    for folder in (loaded_from(trainer.model), output_dir):
+        summary = RunFolder(folder).summary
+        if summary:
+            return summary
+    return {}
 
 
 def save_checksums(trainer: Trainer, folder: str) -> None:
@@ -206,42 +201,62 @@ def run_summary(
     """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
     step costs, the dual side, or the problem by which evaluations are `judging` plain training. A `record` of a run
     that never started says nothing of training."""
-    model, args, dual = trainer.model, trainer.args, {}
+    dual = {}
     if state is not None:
         dual = state.summary()
     elif judging is not None and judging.problem is not None:
         dual = judging.problem.state_dict()
-    trained = record.started is not None
-    summary = {"model": type(inner_model(model)).__name__}
-    if trained:
-        summary |= {"objective": args.objective, "noise_gamma": args.noise_gamma}
-        summary |= {"arguments": training_arguments(args), "training_started": record.started}
+    summary = {"model": type(inner_model(trainer.model)).__name__}
+    if record.started is not None:
+        summary.update(_training_summary(trainer, record, dual, readout))
         if command:
             summary["command"] = dict(command)
-        if has_length(trainer.train_dataset):
-            held_out = 0 if args.dual_holdout is None else dual.get("dual_rows", 0)
-            summary["train_rows"] = len(trainer.train_dataset) - held_out
-        if "dual_rows" in dual:
-            summary["dual_source"] = "dual_dataset" if args.dual_holdout is None else "dual_holdout"
-        sets = evaluation_sets(trainer).values()
-        if (record.searched or args.eval_strategy != "no") and all(map(has_length, sets)):
-            summary["select_rows"] = sum(map(len, sets))
-        if readout is not None:
-            summary["readout"] = name_of(readout)
-        if trainer.compute_loss_func is not None:
-            summary["layer_loss_fn"] = name_of(trainer.compute_loss_func)
-    # Of the model's config, without which an adapter is saved.
-    config = getattr(model, "config", None)
-    of_classifiers = ("num_labels", "id2label", "pooling", "classifier_bias", "pad_token_id")
-    of_classifiers = of_classifiers if "Classification" in summary["model"] else ()
-    for name in ("noise_sigma", *of_classifiers):
-        if (value := getattr(config, name, None)) is not None:
-            summary[name] = value
-    if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
-        summary["encoder"] = encoder
+    summary.update(_model_summary(trainer.model, summary["model"]))
     if record.step_seconds is not None:
         summary["step_seconds"] = record.step_seconds
-    return summary | (dual if trained else {})
+    if record.started is not None:
+        summary.update(dual)
+    return summary
+
+
+def _training_summary(
+    trainer: Trainer, record: RunRecord, dual: Mapping[str, Any], readout: Callable | None
+) -> dict[str, Any]:
+    """How a model was trained, and on how many rows; `dual` is what the dual side says of itself."""
+    args = trainer.args
+    summary = {
+        "objective": args.objective,
+        "noise_gamma": args.noise_gamma,
+        "arguments": training_arguments(args),
+        "training_started": record.started,
+    }
+    holds_out = args.dual_holdout is not None
+    if has_length(trainer.train_dataset):
+        held_out = dual.get("dual_rows", 0) if holds_out else 0
+        summary["train_rows"] = len(trainer.train_dataset) - held_out
+    if "dual_rows" in dual:
+        summary["dual_source"] = "dual_holdout" if holds_out else "dual_dataset"
+    sets = evaluation_sets(trainer).values()
+    chooses = record.searched or args.eval_strategy != "no"
+    if chooses and all(map(has_length, sets)):
+        summary["select_rows"] = sum(map(len, sets))
+    if readout is not None:
+        summary["readout"] = name_of(readout)
+    if trainer.compute_loss_func is not None:
+        summary["layer_loss_fn"] = name_of(trainer.compute_loss_func)
+    return summary
+
+
+def _model_summary(model: nn.Module, architecture: str) -> dict[str, Any]:
+    """What the config of a model says that its use needs; an adapter is saved without it."""
+    config = getattr(model, "config", None)
+    names = ["noise_sigma"]
+    if "Classification" in architecture:
+        names += ["num_labels", "id2label", "pooling", "classifier_bias", "pad_token_id"]
+    values = {name: getattr(config, name, None) for name in names}
+    encoder = getattr(config, "encoder_config", None)
+    values["encoder"] = getattr(encoder, "_name_or_path", None) or None
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:
@@ -262,10 +277,10 @@ def newest_complete_checkpoint(output_dir: str) -> str:
         except (OSError, ValueError):
             started = math.inf  # incomplete
         found.append((started, int(step), str(folder)))
-    for *_, folder in sorted(
-        found, reverse=True
-    ):  # older ones, which may be large, need not be read
-        if (fault := next(faults(folder), None)) is None:
+    # The newest comes first: older ones, which may be large, need not be read.
+    for *_, folder in sorted(found, reverse=True):
+        fault = next(faults(folder), None)
+        if fault is None:
             return folder
         logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
     raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
@@ -286,31 +301,39 @@ def faults(checkpoint: str, resumes: bool = True) -> Iterator[str]:
     That has its trainer state, which is written last, weights, and files as their checksums say; plain `Trainer` and
     older versions wrote down none.
     """
-    folder, contents = Path(checkpoint), {}
+    folder = Path(checkpoint)
+    contents = {}
     for name in sorted({TRAINER_STATE_NAME, *(path.name for path in folder.glob("*.json"))}):
         try:
             contents[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             yield f"{folder / name} is missing or damaged ({error})"
             return
+
     # The weights of FSDP and DeepSpeed lie in folders of their own.
     if not any(path.is_dir() or path.name.startswith(WEIGHTS) for path in folder.iterdir()):
         yield f"{folder} holds no model weights"
     saved = contents.get(CHECKSUMS_NAME, {"files": {}})
-    if saved.get("step", step := contents[TRAINER_STATE_NAME].get("global_step")) != step:
+    step = contents[TRAINER_STATE_NAME].get("global_step")
+    if saved.get("step", step) != step:
         yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
-    # Who converts weights, as to other shards, puts new files in the place of those that were written.
-    tensors = {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
-    converted = any(name.startswith(WEIGHTS) for name in tensors - saved["files"].keys())
-    spared = (
-        *(WEIGHTS if converted else ()),
-        *(() if resumes else ("optimizer", "scheduler", "rng_state", "scaler")),
-    )
+
+    may_be_missing = () if resumes else ONLY_TO_RESUME
+    if _is_converted(folder, saved["files"]):
+        may_be_missing += WEIGHTS
     for name, known in saved["files"].items():
-        if name.startswith(spared) and not (folder / name).exists():
+        path = folder / name
+        if name.startswith(may_be_missing) and not path.exists():
             continue
-        if not (folder / name).is_file() or size_and_checksum(folder / name) != known:
-            yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
+        if not path.is_file() or size_and_checksum(path) != known:
+            yield f"{path} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
+
+
+def _is_converted(folder: Path, saved: Collection[str]) -> bool:
+    """Whether other files of weights lie in `folder` than those `saved`: who converts them, as to other shards, puts
+    new files in the place of the old ones."""
+    tensors = {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
+    return any(name.startswith(WEIGHTS) for name in tensors - set(saved))
 
 
 def size_and_checksum(path: Path) -> list[int]:
@@ -328,14 +351,12 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
     changed in it by hand; ValueError where they are another model's."""
     saved = {}
     for file in files:
-        saved |= {
-            name.removeprefix("_orig_mod."): weight for name, weight in load_file(file).items()
-        }
-    slots = [slots for module in model.modules() for slots in (module._parameters, module._buffers)]
-    before, conversions = (
-        [dict(each) for each in slots],
-        getattr(model, "_weight_conversions", None),
-    )
+        for name, weight in load_file(file).items():
+            saved[name.removeprefix("_orig_mod.")] = weight
+    # The conversion leaves new tensors in the model; its optimizer knows those before.
+    slots = [slot for module in model.modules() for slot in (module._parameters, module._buffers)]
+    before = [dict(slot) for slot in slots]
+    conversions = getattr(model, "_weight_conversions", None)
     try:
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)
@@ -350,7 +371,6 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
             if name not in info.missing_keys
         }
     finally:
-        # The conversion leaves new tensors in the model; its optimizer knows those before.
-        for each, tensors in zip(slots, before):
-            each.update(tensors)
+        for slot, tensors in zip(slots, before):
+            slot.update(tensors)
         model._weight_conversions = conversions

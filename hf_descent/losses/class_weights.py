@@ -40,7 +40,9 @@ class ClassWeights:
         values = torch.tensor(self.values, dtype=torch.float32, device=labels.device)
         if values.dim() == 2:  # labels between 0 and 1 are a part of each
             return torch.where(labels > 0.5, values[1], values[0])
-        return torch.where(labels == IGNORE_INDEX, 0.0, values[labels.clamp(min=0)])
+        # A custom readout may have more classes than the model's outputs, by which the weights were found.
+        known = labels.clamp(0, len(values) - 1)
+        return torch.where(labels == IGNORE_INDEX, 0.0, values[known])
 
 
 def find_class_weights(

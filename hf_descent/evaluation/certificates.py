@@ -157,7 +157,7 @@ class Certificate(Result):
         if self.descent_share is not None:
             summary += f", descent share {self.descent_share:.2f}"
         if self.warmup_share is not None:
-            summary += f" (in training, after warm-up, {self.warmup_share:.2f})"
+            summary += f" (descent share in training, after warm-up, {self.warmup_share:.2f})"
         if self.largest_rise is not None:
             summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
         return summary

@@ -1,6 +1,8 @@
 """The command line's grammar: how a recipe and flags become arguments. What commands do is tested with the recipes."""
 
 import configparser
+import dataclasses
+import importlib
 import re
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from transformers.integrations import SwanLabCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_descent import cli
+from hf_descent.commands.arguments import RARE, SHORT_HELP, TRAINING
+from hf_descent.commands.closing import next_step
 from hf_descent.extras import EXTRAS
 
 
@@ -156,15 +160,42 @@ def test_the_help_begins_with_the_descent_and_leaves_most_of_trainers_arguments_
         < short.index("--seed")
     )
     assert "--adam_beta1" in whole and "--adam_beta1" not in short
-    assert len(short.splitlines()) < 200 and "micro-batch" in whole and "micro-batch" not in short
+    assert "micro-batch" in whole and "micro-batch" not in short
+    assert "--slack_restart" in whole and "--slack_restart" not in short
     for printed in (short, whole):  # each flag once
         flags = re.findall(r"^  (--\w+)", printed, re.MULTILINE)
-        assert len(flags) == len(set(flags)) and "--slack_restart" in flags
+        assert len(flags) == len(set(flags)) and "--exit_targets" in flags
         assert (
             "--no_" not in printed
             and "--text-column" not in printed
             and "default: None" not in printed
         )
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_help_of_a_command_fits_two_screens(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(shown(capsys, name, "--help").splitlines()) <= 80
+
+
+def test_short_help_is_about_arguments_that_exist():
+    modules = [importlib.import_module(f"hf_descent.commands.{name}") for name in TRAINING]
+    types = [kind for module in modules for kind in module.argument_types]
+    names = {field.name for kind in types for field in dataclasses.fields(kind)}
+    assert {*SHORT_HELP, *RARE} <= names
+
+
+@pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"show"}))  # which waits for a browser
+def test_every_command_ends_with_the_next_one(name):
+    source = (Path(cli.__file__).parent / "commands" / f"{name}.py").read_text()
+    assert "next_step(" in source or "import OutputArguments, report" in source
+
+
+def test_the_next_step_is_a_command():
+    assert (
+        next_step("card out", "writes the model card")
+        == "Next: `hf-descent card out` writes the model card."
+    )
 
 
 @pytest.mark.parametrize(

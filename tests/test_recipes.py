@@ -218,6 +218,8 @@ def test_smoke_recipes_run(smoke, path, capsys):
         f"validation     {results['eval_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
     )
     assert str(folder) in printed
+    assert re.search(r"^VERDICT: (MET|NOT MET|NOT SHOWN), price ", printed, re.MULTILINE)
+    assert printed.splitlines()[-1].startswith("Next: `hf-descent card ")
 
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):

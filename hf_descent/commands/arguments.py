@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -11,12 +12,55 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import yaml
 
 
-# Trainer's own arguments that every help lists.
-COMMON = (
-    "output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "max_length",
-    "seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "resume_from_checkpoint", "report_to",
-    "push_to_hub",
-)  # fmt: skip
+# What `--help` says of the arguments of the descent and of Trainer; it leaves out the others.
+SHORT_HELP = {
+    "objective": "descent, erm (plain training), deep_supervision, layerskip, ...",
+    "descent_alpha": "line, steps, or the paper's step size",
+    "exit_targets": "'{3: 0.05}': layer 3 may lose 5 %%",
+    "loss_targets": "'{3: 0.4}': layer 3 must lie below 0.4",
+    "descent_strength": "share of an even descent that is asked for",
+    "constrained_layers": "the layers to constrain",
+    "max_last_layer_rise": "how far the last layer's loss may rise",
+    "dual_learning_rate": "how fast the multipliers move",
+    "readout_token_fraction": "share of the tokens that layers read",
+    "noise_gamma": "noise on the inputs in training",
+    "eval_gammas": "noise levels to measure at",
+    "model_name_or_path": "model on the Hub or in a folder",
+    "pooling": "what reads a layer: the model's head, or a linear layer on [CLS] or the mean",
+    "use_peft": "train adapters (LoRA)",
+    "overwrite_output_dir": "start afresh in a used folder",
+    "dataset_name": "data set on the Hub",
+    "train_file": "csv, tsv, json or parquet file",
+    "validation_file": "rows to choose by",
+    "test_file": "rows for the final report",
+    "label_column": "column of the class",
+    "max_eval_samples": "evaluate on so many rows",
+    "max_seq_length": "tokens to keep of a text",
+    "output_dir": "folder of the run",
+    "learning_rate": "of the optimizer",
+    "num_train_epochs": "passes over the training rows",
+    "max_steps": "steps, in place of epochs",
+    "per_device_train_batch_size": "rows in a step, per process",
+    "max_length": "tokens to keep of a row",
+    "seed": "random seed",
+    "eval_strategy": "when to evaluate",
+    "save_strategy": "when to save",
+    "load_best_model_at_end": "keep the best checkpoint",
+    "resume_from_checkpoint": "true, or the folder of a checkpoint",
+    "report_to": "trackers",
+    "push_to_hub": "upload the model",
+}
+# What `--help` leaves out of the arguments of models and data.
+RARE = {
+    "split_seed", "dataset_config_name", "train_split", "validation_split", "test_split", "text_pair_column",
+    "validation_split_percentage", "max_train_samples", "lora_r", "unrolled_layers",
+    "freeze_embeddings", "lora_alpha", "lora_dropout",
+    "model_revision", "attn_implementation", "lora_target_parameters", "lora_modules_to_save", "lora_task_type",
+    "use_rslora", "use_dora", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
+    "bnb_4bit_quant_storage", "attention_step", "dictionary_size", "shared_dictionary", "sparsity", "coupling",
+    "curvature", "loss_gamma", "noise_draws", "validation_percentage", "split_gap", "num_frames", "frame_size",
+    "patch_size", "cache_dir", "readout",
+}  # fmt: skip
 # Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
@@ -101,6 +145,8 @@ def parse_recipe(
     config_parser.add_argument(
         "--config", help="YAML file with values for any of the arguments; flags win over it."
     )
+    width = partial(argparse.ArgumentDefaultsHelpFormatter, max_help_position=33)
+    parser_kwargs.setdefault("formatter_class", width)
     parser_kwargs.setdefault("usage", f"{parser_kwargs.get('prog', '')} [--config RECIPE] [flags]")
     parser = HfArgumentParser(
         argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs
@@ -165,8 +211,8 @@ def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
 def _arrange(
     parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool
 ) -> None:
-    """The help: a group for each dataclass, the descent's first, and each flag once, with the first sentence of its
-    text; of Trainer's arguments the common ones. All texts and arguments where `shows_all`."""
+    """The help: a group for each dataclass, the descent's first, and each flag once. It shows the arguments that most
+    runs need, in a line or two each; all texts and arguments where `shows_all`."""
     from ..configs import DescentArguments
 
     groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
@@ -174,7 +220,7 @@ def _arrange(
     parser.add_argument(
         "--help_all",
         action="help",
-        help="list and explain all" if is_training else argparse.SUPPRESS,
+        help="list and explain all arguments" if is_training else argparse.SUPPRESS,
     )
     if is_training:
         *others, (_, trainer) = groups.items()
@@ -192,16 +238,18 @@ def _arrange(
         for action in [action for action in options if action.dest in names]:
             options.remove(action)
             group._group_actions.append(action)
-            is_rare = title == "Trainer" and not shows_all and action.dest not in COMMON
-            if is_rare or action.const is False:  # a flag is turned off by its value, too
+            is_short = is_training and not shows_all
+            has_short_help = dtype is DescentArguments or title == "Trainer"
+            is_hidden = action.dest in RARE or (has_short_help and action.dest not in SHORT_HELP)
+            if action.const is False or (
+                is_short and is_hidden
+            ):  # a flag is turned off by its value
                 action.help = argparse.SUPPRESS
                 continue
             action.option_strings = action.option_strings[:1]
-            action.help = (
-                action.help.split(". ")[0].rstrip(".")
-                if is_training and not shows_all
-                else action.help
-            )
+            if is_short:
+                first_sentence = action.help.split(". ")[0].rstrip(".")
+                action.help = SHORT_HELP.get(action.dest, first_sentence)
             action.help += " (required)" * action.required
             if action.choices is None:
                 action.metavar = "{true,false}" if action.const else "VALUE"

@@ -7,6 +7,7 @@ from huggingface_hub import HfApi
 
 from ..hub.push import OPTIONAL_FILES, collect, write_card
 from ..runs import RunFolder
+from .closing import next_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,3 +72,5 @@ def run(args: argparse.Namespace) -> None:
             ),  # of a former model; this one's, where there are any, are uploaded
         )
         print(f"Uploaded to {commit.repo_url}")
+    else:
+        print(next_step(f"show {args.run}", "shows what every layer predicts for a text"))

@@ -8,6 +8,7 @@ from ..evaluation.comparison import Run, compare
 from ..evaluation.plots import save_comparison
 from ..evaluation.side_by_side import SideBySide
 from ..runs import RunFolder
+from .closing import next_step
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace):
     comparison = compare(runs, args.baseline, args.confidence, args.curve)
     files = save_comparison(comparison, args.output_dir)
     print(f"{comparison}\n\nWritten to {args.output_dir}: {', '.join(files)}")
+    print(next_step("card RUN", "writes the model card of the run that you keep"))
 
 
 def folders_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:

@@ -20,6 +20,7 @@ from ..evaluation.plots import save_comparison
 from ..models import UTConfig, UTForVideoDenoising
 from ..runs import RunFolder
 from ..trainer import DescentTrainer
+from .closing import next_step
 
 
 ARMS = {"erm": "plain training", "descent": "constrained", "deep_supervision": "deep supervision"}
@@ -64,9 +65,15 @@ def demo(
         losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
         print(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
     print(
+        "Each number is the loss if the model stopped after that layer. Below 1 the layer removes noise, above 1 it "
+        "makes the clip worse."
+    )
+    print(
         f"\nHeld-out {comparison}\nAll arms have one learning rate; `docs/results.md` has each at its own best."
     )
     print(f"\nWritten to {output_dir}: {', '.join(files)}")
+    recipe = "classify --config recipes/imdb-minilm/descent.yaml"
+    print(next_step(recipe, "trains a text classifier that may stop early"))
     return comparison
 
 

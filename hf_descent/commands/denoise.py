@@ -26,6 +26,7 @@ from ..models import (
 from ..noise.embedding_noise import deviation_from_moments, moments_of
 from ..runs import RunFolder, tables
 from ..trainer import DescentTrainer
+from .closing import next_step, verdict_lines
 from .training import OutputArguments, metrics_of, resume_choice, train_and_report
 
 
@@ -137,6 +138,8 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
             folder = trainer.args.output_dir  # plain training beside this has its own
             RunFolder(folder).write(results)
             print(f"Written to {folder}")
+            print("\n".join(verdict_lines([results["layer_profile"]])))
+            print(next_step(f"evaluate {folder}", "measures it at other noise levels"))
 
     train_and_report(trainer, resume, report, model_args, data_args)
 

@@ -43,6 +43,7 @@ from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
 from ..training.references import references_of
 from .arguments import absolute, models_of, parse_models, record_of
+from .closing import next_step
 
 
 @dataclass
@@ -211,6 +212,10 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
         print(
             f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n"
         )
+    if len(folders) > 1:
+        print(next_step(f"compare {' '.join(folders)}", "says whether the models differ"))
+    else:
+        print(next_step(f"card {folders[0]}", "writes the model card"))
 
 
 def _results_folder(name: str, results_dir: str | None) -> str:

@@ -33,6 +33,7 @@ from ..loading import (
 )
 from ..runs import RunFolder, tables
 from .arguments import SOURCES, parse_models, record_of
+from .closing import next_step
 
 
 @dataclass
@@ -107,6 +108,11 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
         results = _language_model(model, load_tokenizer(name), args, data_args)
     RunFolder(folder).write(results)
     print(f"{tables(results)}\n\nWritten to {folder}")
+    profile = results.get("exit_profile")
+    layer = profile.cheapest() if profile is not None else None
+    if layer is not None and layer < len(profile.values):
+        print(next_step(f"export {name} --layer {layer} --output_dir DIR", "writes the cut model"))
+    print(next_step(f"card {folder}", "writes the model card"))
 
 
 def _text_classifier(

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..early_exit import truncate
 from ..hub.push import OWN_MODELS
 from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
+from .closing import next_step
 
 
 STANDALONE = """\
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> None:
         )
     )
     print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")
+    if args.format != "onnx":
+        print(next_step(f"show {folder}", "shows what its layers predict"))
 
 
 def save_onnx(model: PreTrainedModel, inputs: dict[str, Tensor], folder: Path) -> None:

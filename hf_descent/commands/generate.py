@@ -19,6 +19,7 @@ from ..files import write_json
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
 from .arguments import parse_models
+from .closing import next_step
 
 
 ALPACA_EVAL = "hf://datasets/tatsu-lab/alpaca_eval/alpaca_eval.json"
@@ -97,6 +98,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
                 answers.append(record | {"dataset": row.get("dataset") or "alpaca_eval"})
     write_json(args.output, answers, ensure_ascii=False)
     print(f"{len(answers)} answers of {generator} written to {args.output}")
+    print(next_step("show RUN", "shows which layer knew each word"))
 
 
 def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -> list[str]:

@@ -30,6 +30,7 @@ from ..planning.model import StepCost
 from ..planning.recipe import PlannedRecipe, Shape
 from ..runs import RunFolder
 from .arguments import HELP, models_of, parse_recipe, record_of
+from .closing import next_step
 
 
 USABLE = 0.95  # of a GPU's memory; its context, the libraries' workspaces and fragmentation take the rest
@@ -175,6 +176,8 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         "readout in the recipe's precision. What this model cannot have has no row. Rows held out for the multipliers "
         "are not planned: forward passes without gradients."
     )
+    command = module.__name__.rpartition(".")[2]
+    print(next_step(f"{command} --config RECIPE", "trains it"))
 
 
 def _check_planned(model_args: Any, args: Any) -> None:

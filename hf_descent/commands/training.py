@@ -11,13 +11,14 @@ from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
 from ..evaluation.scoring import Result
-from ..evaluation.side_by_side import side_by_side
+from ..evaluation.side_by_side import PLAIN_FOLDER, side_by_side
 from ..files import find_json, write_json
 from ..loading import ADAPTER
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
 from ..training.plain_arm import is_finished, plain_arm, where_to_go_on
 from .arguments import absolute
+from .closing import after_training, verdict_lines
 
 
 @dataclass(kw_only=True)
@@ -170,12 +171,13 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     args.dataloader_drop_last = drop_last
     trainer.save_metrics(prefix, metrics | metrics_of(results, prefix))
     if trainer.is_world_process_zero():
-        RunFolder(args.output_dir).write(results)
-        print(
-            "\n\n".join(
-                [scores, f"Of the {split} rows:", tables(results), f"Written to {args.output_dir}"]
-            )
-        )
+        folder = RunFolder(args.output_dir)
+        folder.write(results)
+        closing = [f"Written to {args.output_dir}", *verdict_lines(profiles[-1:])]
+        if folder.path.name != PLAIN_FOLDER:  # else the run beside it says what comes next
+            closing.append(after_training(args.output_dir))
+        parts = [scores, f"Of the {split} rows:", tables(results), "\n".join(closing)]
+        print("\n\n".join(parts))
 
 
 def metrics_of(results: Mapping[str, Result], prefix: str) -> dict[str, float]:

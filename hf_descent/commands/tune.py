@@ -25,6 +25,7 @@ from ..files import write_json
 from ..runs import training_arguments
 from ..training.search import RANGES, hp_space
 from .arguments import HELP, TRAINING, parse_recipe
+from .closing import next_step
 
 
 BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
@@ -149,6 +150,9 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     print(
         f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}"
     )
+    command = module.__name__.rpartition(".")[2]
+    trains = "trains the best settings with another seed; a trial is only one run"
+    print(next_step(f"{command} --seed 1 ...", trains))
 
 
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:

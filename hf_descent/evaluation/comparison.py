@@ -31,7 +31,12 @@ from .sums import check_confidence
 
 PRIMARY = "auc_over_range"
 # Columns of the table: summary of the curve -> heading.
-SUMMARIES = {"clean": "clean", PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
+SUMMARIES = {
+    "clean": "no noise",
+    PRIMARY: "average",
+    "auc_id": "as in training",
+    "auc_ood": "more noise",
+}
 COMMON = (
     "seed",
     "perturbation",
@@ -246,7 +251,7 @@ class Comparison:
 
     @property
     def gamma_train(self) -> float | None:
-        """The largest training level, which parts ID from OOD for all groups alike; `None` where no run has one."""
+        """The largest noise level of training, the same for all groups; `None` where no run has one."""
         levels = [run.curve.gamma_train for runs in self.groups.values() for run in runs]
         return max((level for level in levels if level is not None), default=None)
 
@@ -260,7 +265,7 @@ class Comparison:
         return {"groups": groups, "differences": verdicts}
 
     def __str__(self) -> str:
-        rows, missed = [["", "runs", *SUMMARIES.values(), "sigma", "feasible"]], []
+        rows, missed = [["", "runs", *SUMMARIES.values(), "noise unit", "feasible"]], []
         for name, runs in self.groups.items():
             found = self._summary(runs)
             counts = ", ".join(f"{row} ({count})" for row, count in found["missed"].items())
@@ -277,12 +282,12 @@ class Comparison:
                     feasible,
                 ]
             )
-        levels = (
-            ""
-            if self.gamma_train is None
-            else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
-        )
-        title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}; in units of sigma"
+        title = f"{self.differences[0].metric}, mean +- standard deviation over seeds."
+        if self.gamma_train is not None:
+            title += (
+                f" As in training: noise levels up to {self.gamma_train:g}; more noise: beyond."
+            )
+        title += " A level of 1 is the noise unit, the standard deviation of the clean input."
         return "\n".join([title, format_table(rows), *missed, "", *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:

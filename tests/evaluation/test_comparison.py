@@ -285,7 +285,7 @@ def test_all_verdicts_hold_together(tmp_path):
 
 
 def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
-    """Of runs that were trained without noise, too: else their OOD part would be that of other levels."""
+    """Of runs that were trained without noise, too: else their part with more noise would be that of other levels."""
     runs = [make_run([0.5, 0.6], objective="erm"), make_run([0.5, 0.6], objective="descent")]
     for run, level in zip(runs, (0.0, 1.0)):
         run.curve.gamma_train, run.curve.settings["sigma"] = level, 0.5 + level
@@ -293,7 +293,7 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     groups = comparison.to_dict()["groups"]
     for name in ("erm", "descent"):
         assert (groups[name]["auc_id"][0], groups[name]["auc_ood"][0]) == pytest.approx((0.5, 0.4))
-    assert "ID: noise levels up to 1, OOD: beyond" in str(comparison)
+    assert "As in training: noise levels up to 1; more noise: beyond." in str(comparison)
     assert groups["descent"]["sigma"][0] == 1.5 and "0.5" in str(
         comparison
     )  # the unit of the levels

@@ -29,6 +29,10 @@ SHORT_HELP = {
     "pooling": "what reads a layer: the model's head, or a linear layer on [CLS] or the mean",
     "use_peft": "train adapters (LoRA)",
     "overwrite_output_dir": "start afresh in a used folder",
+    "with_plain": "train plainly, too, and compare",
+    "prompt_format": "alpaca's templates, or the chat template",
+    "load_in_4bit": "weights in 4 bits",
+    "dtype": "type of the weights",
     "dataset_name": "data set on the Hub",
     "train_file": "csv, tsv, json or parquet file",
     "validation_file": "rows to choose by",
@@ -53,7 +57,7 @@ SHORT_HELP = {
 # What `--help` leaves out of the arguments of models and data.
 RARE = {
     "split_seed", "dataset_config_name", "train_split", "validation_split", "test_split", "text_pair_column",
-    "validation_split_percentage", "max_train_samples", "lora_r", "unrolled_layers",
+    "validation_split_percentage", "max_train_samples", "lora_r", "lora_target_modules", "unrolled_layers",
     "freeze_embeddings", "lora_alpha", "lora_dropout",
     "model_revision", "attn_implementation", "lora_target_parameters", "lora_modules_to_save", "lora_task_type",
     "use_rslora", "use_dora", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",

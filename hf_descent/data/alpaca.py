@@ -45,8 +45,8 @@ def load_alpaca(
     given, "test", with the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a
     chat template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`).
 
-    Rows without an output are dropped, and their number is shown. ValueError where a column is missing, or a text is
-    not a string.
+    Rows without an output, or with one of blanks alone, are dropped, and their number is shown. ValueError where a
+    column is missing, or a text is not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args, COLUMNS).items()}
     as_chat = args.prompt_format == "auto" and (
@@ -63,7 +63,9 @@ def load_alpaca(
 
 
 def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input",)) -> list[dict]:
-    """The rows of a file, each with `prompt` and `completion` as of [`load_alpaca`], or `None` without an `output`."""
+    """The rows of a file, each with `prompt` and `completion` as of [`load_alpaca`], or `None` without an `output`.
+
+    An output of blanks alone is none."""
     rows = load_file("instructions", path, COLUMNS)
     check_texts(rows, path, "instruction", optional=optional)
     as_chat = prompt_format == "auto" and tokenizer.chat_template is not None
@@ -71,7 +73,7 @@ def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input
 
 
 def _pair(row, as_chat):
-    answer = row.get("output") or None
+    answer = None if _no_output(row.get("output")) else row["output"]
     completion = [{"role": "assistant", "content": answer}] if as_chat and answer else answer
     return {
         "prompt": format_prompt(row["instruction"], row.get("input"), as_chat),
@@ -98,12 +100,19 @@ def _instructions(rows: Dataset, split: str) -> Dataset:
     columns = {name: name for name in ("instruction", *optional, "output")}
     remedy = "Name its columns `instruction`, `output`; chats take a script."
     rows = select_columns(rows, columns, split, remedy)
-    reasons = {None: "no value", "": "empty"}
-    outputs = enumerate(column_values(rows, "output"))
-    missing = {index: reasons[output] for index, output in outputs if output in (None, "")}
+    reasons = map(_no_output, column_values(rows, "output"))
+    missing = {index: reason for index, reason in enumerate(reasons) if reason}
     source = f"The {split} split"
     check_texts(rows, source, "instruction", "output", optional=optional, ignored=missing)
     return drop_rows(rows, missing, split, "output")
+
+
+def _no_output(output: str | None) -> str | None:
+    """Why an output is none; None where it is one."""
+    if output is None:
+        return "no value"
+    is_empty = isinstance(output, str) and not output.strip()
+    return "empty" if is_empty else None
 
 
 def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:

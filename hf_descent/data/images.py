@@ -25,16 +25,13 @@ def load_image_classification(
     """
     columns = {"image": image_column, "labels": label_column}
     splits = load_splits(args, list(columns.values()))
-    labelled = {name: _labelled_rows(rows, columns, name) for name, rows in splits.items()}
-    return hold_out(class_labels(labelled), args)
-
-
-def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dataset:
     remedy = "Name the right ones by `image_column` and `label_column`."
-    selected = select_columns(rows, columns, split, remedy)
-    return drop_rows(
-        selected, missing_labels(selected, split, columns["labels"]), split, columns["labels"]
-    )
+    selected = {name: select_columns(rows, columns, name, remedy) for name, rows in splits.items()}
+    left_out = {name: missing_labels(rows, name, label_column) for name, rows in selected.items()}
+    labelled = {
+        name: drop_rows(rows, left_out[name], name, label_column) for name, rows in selected.items()
+    }
+    return hold_out(class_labels(labelled, label_column, left_out), args)
 
 
 class ImageCollator:

@@ -9,20 +9,29 @@
   these numbers. If they are true and false, also as texts in whatever case, the classes are `False` and `True`; beside
   numbers they are 1 and 0. All other labels are texts, and each text is its own class.
 - A `ClassLabel` has names. In a split beside it labels are its names, or its numbers if no name says another number
-  (as `true` for 0 does).
+  (as `true` for 0 does). True and false are never its numbers: they are its names `true` and `false` or `1` and `0`,
+  and without such names they are refused.
 """
 
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from datasets import ClassLabel, Dataset
+from transformers.utils import logging
 
 from .splits import column_values, name_rows
 
+
+logger = logging.get_logger(__name__)
+
+MOST_CLASSES_NAMED = 20  # in a message
+MOST_CHARACTERS = 60  # of the name of a class, there
 
 WHOLE = re.compile(r"(-?[1-9]\d*|0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 1e3
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -128,11 +137,38 @@ def _fault(value: Any, feature: Any) -> str | None:
     return None
 
 
-class LabelColumn:
-    """The labels of a split: those of the file, or the `names` that its `ClassLabel` gives them."""
+def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple, str]:
+    """The names that labels have beside a `ClassLabel` of `classes`, by type and label (1, 1.0 and True are equal).
 
-    def __init__(self, rows: Dataset):
+    True and false are found by name. A whole number is the place of a name, unless names are numbers or a `true` or
+    `false` among them has another place. Labels for which there is no name are not there.
+    """
+    are_numbers_places = not any(map(is_numeric, classes)) and all(
+        boolean(name) in (None, place) for place, name in enumerate(classes)
+    )
+    names = {}
+    for label in labels:
+        truth = boolean(label)
+        number = whole_number(label)
+        if truth is not None:
+            same = [name for name in classes if number_of(name) == truth]
+            if len(same) == 1:
+                names[type(label), label] = same[0]
+        elif are_numbers_places and number is not None and 0 <= number < len(classes):
+            names[type(label), label] = classes[number]
+    return names
+
+
+class LabelColumn:
+    """The labels of a split: those of the file, or the `names` that its `ClassLabel` gives them.
+
+    `rows` are without those that were left out, whose places in the file `left_out` gives.
+    """
+
+    def __init__(self, rows: Dataset, left_out: Collection[int] = ()):
         feature, values = rows.features["labels"], list(column_values(rows, "labels"))
+        places = range(len(rows) + len(left_out))
+        self.places = [place for place in places if place not in left_out]
         self.names: list[str] | None = None
         if isinstance(feature, ClassLabel):
             self.names, values = feature.names, feature.int2str(values)
@@ -142,14 +178,9 @@ class LabelColumn:
         # By type: 1, 1.0 and True are equal.
         self.distinct = list({(type(label), label): label for label in values}.values())
 
-    def are_numbers_of(self, classes: Sequence[str]) -> bool:
-        """Whether the labels are the numbers of `classes`, whose names are no numbers themselves, nor true for 0."""
-        if any(map(is_numeric, classes)):
-            return False
-        if any(boolean(name) not in (None, number) for number, name in enumerate(classes)):
-            return False
-        numbers = [number_of(label) for label in self.distinct]
-        return all(number is not None and 0 <= number < len(classes) for number in numbers)
+    def are_named_by(self, classes: Sequence[str]) -> bool:
+        """Whether each label has a name beside a `ClassLabel` of `classes` (see [`named_labels`])."""
+        return len(named_labels(self.distinct, classes)) == len(self.distinct)
 
     def texts(self, kind: str, named: Sequence[str] | None = None) -> list[str]:
         """The name of every row's class, among splits of a `kind`, of which one has a `ClassLabel` of `named`."""
@@ -158,64 +189,125 @@ class LabelColumn:
         texts = [class_text(label, kind) for label in self.labels]
         if named is None or set(texts) <= set(named):
             return texts
-        if self.are_numbers_of(named):
-            return [named[number_of(label)] for label in self.labels]
+        if self.are_named_by(named):
+            names = named_labels(self.distinct, named)
+            return [names[type(label), label] for label in self.labels]
         return texts
 
 
-def class_labels(splits: Mapping[str, Dataset]) -> dict[str, Dataset]:
-    """The splits, "train" among them, with their column `labels` as a `ClassLabel` of the classes in training.
+def class_labels(
+    splits: Mapping[str, Dataset], column: str, left_out: Mapping[str, Collection[int]]
+) -> dict[str, Dataset]:
+    """The splits, "train" among them, with their column `labels` as a `ClassLabel` of the classes in training, which
+    are shown on the screen with their counts.
 
-    All rows have a label (see [`missing_labels`]). ValueError where training has one class, the labels seem to be
+    All rows have a label (see [`missing_labels`]). Messages name the `column` of the files and the rows there, from
+    which those at `left_out` of each split are gone. ValueError where training has one class, the labels seem to be
     measured numbers or hold `nan` among numbers, or a class of another split does not occur in training.
     """
-    columns = {name: LabelColumn(rows) for name, rows in splits.items()}
-    unnamed = [column for column in columns.values() if column.names is None]
-    distinct = [label for column in unnamed for label in column.distinct]
-    _check_numbers(distinct)
-    kind = _kind(distinct)
+    columns = {name: LabelColumn(rows, left_out[name]) for name, rows in splits.items()}
+    unnamed = {name: labels for name, labels in columns.items() if labels.names is None}
+    _check_numbers(unnamed, column)
+    kind = _kind([label for labels in unnamed.values() for label in labels.distinct])
 
     named = _given_names(columns)
-    occurring = _occurring_classes(columns["train"], kind, named)
+    occurring = _occurring_classes(columns["train"], kind, named, column)
     classes = named or occurring
-    return {
-        split: encode_labels(splits[split], column.texts(kind, named), classes, split)
-        for split, column in columns.items()
-    }
+    texts = {split: labels.texts(kind, named) for split, labels in columns.items()}
+    for split, names in texts.items():
+        _check_known(names, columns[split].places, classes, split, column)
+
+    if named is not None:
+        _warn_of_counting_from_1(unnamed, named, column)
+    _report_classes(texts["train"], classes)
+    return {split: encode_labels(splits[split], names, classes) for split, names in texts.items()}
 
 
 def encode_labels(
     rows: Dataset,
     names: Sequence[str],
     classes: Sequence[str],
-    split: str,
     key: Callable[[str], str] = str,
 ) -> Dataset:
-    """The rows with `labels` as a `ClassLabel` of `classes`, by the `names` of theirs; ValueError for another name."""
+    """The rows with `labels` as a `ClassLabel` of `classes`, by the `names` of theirs, each of which is among them."""
     numbers = {key(name): number for number, name in enumerate(classes)}
-    if unknown := sorted(name for name in set(names) if key(name) not in numbers):
-        raise ValueError(
-            f"The {split} split has the classes {unknown}, which the training split does not: {[*classes]}."
-        )
     labels = [numbers[key(name)] for name in names]
     feature = ClassLabel(names=list(classes))
     return rows.remove_columns("labels").add_column("labels", labels, feature=feature)
 
 
-def _check_numbers(labels: Sequence[Label]) -> None:
+def _check_numbers(columns: Mapping[str, LabelColumn], column: str) -> None:
     """ValueError where all labels are numbers but for some that say "no value", or some have a fraction."""
+    labels = [label for each in columns.values() for label in each.distinct]
     texts = [label for label in labels if isinstance(label, str)]
     others = [text for text in texts if not is_numeric(text) and boolean(text) is None]
     if others and len(others) < len(labels) and {*map(str.casefold, others)} <= NO_VALUE:
         raise ValueError(
-            f"The labels are numbers or booleans but for {others[0]!r}, which may mean 'no label' or be a class: "
-            "leave these cells empty, or rename the class."
+            f"The labels are numbers or booleans but for {others[0]!r} ({_place(others[0], columns, column)}), which "
+            "may mean 'no label' or be a class: leave these cells empty, or rename the class."
         )
     if others:
         return
     for text in filter(is_numeric, texts):
         if float(text.replace(",", ".")) % 1:
-            raise ValueError(f"A label is {text!r}, {NO_CLASS}.")
+            raise ValueError(f"A label is {text!r} ({_place(text, columns, column)}), {NO_CLASS}.")
+
+
+def _place(label: Label, columns: Mapping[str, LabelColumn], column: str) -> str:
+    """Where a label occurs first."""
+    split, labels = next(each for each in columns.items() if label in each[1].labels)
+    row = labels.places[labels.labels.index(label)]
+    return f"column `{column}` of the {split} split, {name_rows([row])}"
+
+
+def _check_known(
+    names: Sequence[str], places: Sequence[int], classes: Sequence[str], split: str, column: str
+) -> None:
+    """ValueError where some `names` of a split, whose rows are at `places` in its file, are none of `classes`."""
+    unknown = sorted(set(names) - set(classes))
+    if not unknown:
+        return
+    first = next(place for place, name in zip(places, names) if name in unknown)
+    raise ValueError(
+        f"The {split} split has the classes {unknown} (column `{column}`, first in {name_rows([first])}), which the "
+        f"training split does not: {[*classes]}. Write the labels of all splits alike (true and false are no numbers "
+        "of a `ClassLabel`), and drop rows of classes that training lacks."
+    )
+
+
+def _warn_of_counting_from_1(
+    columns: Mapping[str, LabelColumn], classes: Sequence[str], column: str
+) -> None:
+    """Says on the screen which classes numbers stand for if 0 is not among them, so that they may count from 1."""
+    numbers = {whole_number(label) for each in columns.values() for label in each.distinct}
+    numbers.discard(None)
+    names = named_labels(sorted(numbers), classes)
+    if not names or 0 in numbers:
+        return
+    meaning = ", ".join(f"{number} is {name!r}" for (_, number), name in names.items())
+    logger.warning(
+        f"The numbers in the column `{column}` count the names of its `ClassLabel` from 0, but 0 does not occur: "
+        f"{meaning}. If they count from 1, subtract 1 or write the names."
+    )
+
+
+def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
+    """Shows the classes and their counts, so that two spellings of one class catch the eye."""
+    counts = Counter(names)
+    shown = [f"{_spelled(name)}: {counts[name]}" for name in classes[:MOST_CLASSES_NAMED]]
+    report = ", ".join(shown)
+    if (more := len(classes) - len(shown)) > 0:
+        report += f" and {more} more"
+    logger.warning(
+        f"The {len(names)} labelled training rows have {len(classes)} classes: {report}."
+    )
+
+
+def _spelled(name: str) -> str:
+    """A name in quotes; with numbers of characters where its accents stand alone, which look the same."""
+    if len(name) > MOST_CHARACTERS:
+        name = f"{name[:MOST_CHARACTERS]}..."
+    return repr(name) if unicodedata.is_normalized("NFC", name) else ascii(name)
 
 
 def _kind(labels: Sequence[Label]) -> str:
@@ -227,20 +319,25 @@ def _kind(labels: Sequence[Label]) -> str:
 
 
 def _given_names(columns: Mapping[str, LabelColumn]) -> list[str] | None:
-    """The names of classes that a `ClassLabel` gives: that of training, or that of another split whose numbers the
-    training labels are."""
+    """The names of classes that a `ClassLabel` gives: that of training, or that of another split which names all the
+    training labels."""
     train = columns["train"]
     if train.names is not None:
         return train.names
     for column in columns.values():
-        if column.names is not None and train.are_numbers_of(column.names):
+        if column.names is not None and train.are_named_by(column.names):
             return column.names
     return None
 
 
-def _occurring_classes(train: LabelColumn, kind: str, named: Sequence[str] | None) -> list[str]:
+def _occurring_classes(
+    train: LabelColumn, kind: str, named: Sequence[str] | None, column: str
+) -> list[str]:
     is_number = kind == "number" and named is None
     classes = sorted(set(train.texts(kind, named)), key=int if is_number else str)
     if len(classes) < 2:
-        raise ValueError(f"The labelled training rows are all of one class, {classes}.")
+        raise ValueError(
+            f"The labelled training rows are all of one class, {classes} (column `{column}`): name another "
+            "`label_column`, or add rows of other classes."
+        )
     return classes

@@ -79,6 +79,8 @@ def load_file(argument: str, path: str, columns: Sequence[str] = ()) -> Dataset:
     of a compressed csv or json file has another one behind it, as in `.csv.gz`. ValueError where `path`, which
     `argument` gives, has another ending or cannot be read.
     """
+    if Path(path).is_dir():
+        raise ValueError(f"`{argument}` is {path!r}, which is a folder; give a file.")
     file_type = _file_type(path)
     if file_type is None:
         endings = f"{', '.join(FILE_TYPES)} (csv and json also with {', '.join(COMPRESSIONS)})"
@@ -89,14 +91,22 @@ def load_file(argument: str, path: str, columns: Sequence[str] = ()) -> Dataset:
         if file_type == "csv":
             return _load_csv(path, columns)
         return _load_json(path, columns)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"`{argument}` is {path!r}, and there is no such file; give the path of a file."
+        ) from error
     except (*UNREADABLE, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # no such file and the like; of damaged data there is no number
+            raise  # no right to read it and the like; of damaged data there is no number
         is_wrapped = isinstance(error, DatasetGenerationError) and error.__cause__
-        reason = str(error.__cause__ if is_wrapped else error).removesuffix(".")
+        cause = error.__cause__ if is_wrapped else error
+        reason = str(cause).removesuffix(".")
+        remedy = REMEDIES[file_type]
+        if isinstance(cause, UnicodeDecodeError):
+            reason = f"line {_first_line_not_utf8(path)} is not in UTF-8"
+            remedy = "Save the file as UTF-8."
         raise ValueError(
-            f"`{argument}` is {path!r}, which cannot be read as {file_type} ({reason}). "
-            f"{REMEDIES[file_type]}"
+            f"`{argument}` is {path!r}, which cannot be read as {file_type} ({reason}). {remedy}"
         ) from error
 
 
@@ -106,6 +116,17 @@ def _file_type(path: str) -> str | None:
         return FILE_TYPES.get(name.suffix)
     file_type = FILE_TYPES.get(name.with_suffix("").suffix)
     return None if file_type == "parquet" else file_type  # parquet compresses its own columns
+
+
+def _first_line_not_utf8(path: str) -> int:
+    """The number of a text file's first line that is not in UTF-8; ValueError where all lines are."""
+    with fsspec.open(path, "rb", compression="infer", expand=False) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    raise ValueError(f"{path!r} is in UTF-8.")
 
 
 @contextmanager

@@ -63,7 +63,9 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
     columns = {name: column for name, column in columns.items() if column is not None}
     splits = load_splits(args, list(columns.values()))
     labelled = {name: _labelled_rows(rows, columns, name) for name, rows in splits.items()}
-    return hold_out(class_labels(labelled), args)
+    left_out = {name: missing for name, (_, missing) in labelled.items()}
+    kept = {name: rows for name, (rows, _) in labelled.items()}
+    return hold_out(class_labels(kept, args.label_column, left_out), args)
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
@@ -92,7 +94,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         same = set(map(key, given)) <= set(map(key, known))
         if same and all(len(set(map(key, each))) == len(set(each)) for each in (given, known)):
             return DatasetDict(
-                {split: _renumbered(rows, known, split, key) for split, rows in dataset.items()}
+                {split: _renumbered(rows, known, key) for split, rows in dataset.items()}
             )
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         return dataset
@@ -151,15 +153,17 @@ def tokenize(
     )
 
 
-def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dataset:
-    """The columns `text`, `text_pair` and `labels` of the rows that have a label."""
+def _labelled_rows(
+    rows: Dataset, columns: Mapping[str, str], split: str
+) -> tuple[Dataset, dict[int, str]]:
+    """The columns `text`, `text_pair` and `labels` of the rows that have a label, and why the other ones have none."""
     remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
     selected = select_columns(rows, columns, split, remedy)
     missing = missing_labels(selected, split, columns["labels"])
     texts = [column for name, column in columns.items() if name != "labels"]
     check_texts(rows, f"The {split} split", *texts, ignored=missing)
     _report_blanks(rows.select_columns(texts), split, missing)
-    return drop_rows(selected, missing, split, columns["labels"])
+    return drop_rows(selected, missing, split, columns["labels"]), missing
 
 
 def _report_blanks(texts: Dataset, split: str, ignored: Mapping[int, str]) -> None:
@@ -176,6 +180,6 @@ def _report_blanks(texts: Dataset, split: str, ignored: Mapping[int, str]) -> No
         )
 
 
-def _renumbered(rows: Dataset, classes: list[str], split: str, key) -> Dataset:
+def _renumbered(rows: Dataset, classes: list[str], key) -> Dataset:
     names = rows.features["labels"].int2str(rows["labels"][:])
-    return encode_labels(rows, names, classes, split, key)
+    return encode_labels(rows, names, classes, key)

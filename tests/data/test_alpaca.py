@@ -11,6 +11,7 @@ from hf_descent.data.alpaca import (
     format_prompt,
     load_alpaca,
     prompt_ids,
+    read_instructions,
 )
 
 
@@ -49,6 +50,24 @@ def test_rows_become_alpacas_prompts(train_file, caplog):
         "response that appropriately completes the request.\n\n"
         "### Instruction:\nDouble 4.\n\n### Input:\nof 4\n\n### Response:\n"
     )
+
+
+def test_outputs_of_blanks_alone_are_none(tmp_path, caplog):
+    outputs = ["2", "", "  ", "\n\t", None, " 4 "]
+    rows = [{"instruction": "Double.", "output": output} for output in outputs]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    args = AlpacaArguments(train_file=str(path), validation_file=str(path))
+    splits = load_alpaca(args, tokenizer(chat=False))
+    assert splits["train"]["completion"][:] == ["2", " 4 "]
+    assert (
+        "Dropped 4 of the 6 train rows: they are without `output` (empty: 3, no value: 1"
+        in caplog.text
+    )
+
+    pairs = read_instructions(str(path), "auto", tokenizer(), ["input", "output"])
+    answered = [pair["completion"] for pair in pairs if pair["completion"]]
+    assert [messages[0]["content"] for messages in answered] == ["2", " 4 "]
 
 
 @pytest.mark.parametrize("with_input", ["train", "validation"])

@@ -116,7 +116,14 @@ def test_json_values_of_several_types(tmp_path):
     [
         ([0, 1], NAMED, [1, 0], None, ["pos", "neg"]),
         ([0, 1], NAMED, [1.0, 0.0], None, ["pos", "neg"]),
-        ([0, 1], NAMED, [True, False], None, ["pos", "neg"]),
+        ([0, 1], NAMED, [True, False], None, None),  # no numbers of classes with other names
+        ([0, 1], NAMED, ["true", "false"], None, None),
+        ([0, 1], NAMED, ["neg", "true"], None, None),
+        ([True, False], None, [1, 0], NAMED, None),
+        ([0, 1], ClassLabel(names=["true", "false"]), [True, False], None, ["true", "false"]),
+        ([1, 0], ClassLabel(names=["no", "TRUE", "false"]), [True], None, ["TRUE"]),
+        ([0, 1], ClassLabel(num_classes=2), [True, False], None, ["1", "0"]),
+        ([True, False], None, [0, 1], ClassLabel(names=["true", "false"]), ["true", "false"]),
         ([0, 1], NAMED, ["pos", "neg"], None, ["pos", "neg"]),
         ([0, 1], None, [1, 0], NAMED, ["pos", "neg"]),
         (["neg", "pos"], None, [1, 0], NAMED, ["pos", "neg"]),
@@ -125,7 +132,7 @@ def test_json_values_of_several_types(tmp_path):
         ([0, 1], DIGITS, [0, 1], None, None),
         ([0, 1], NAMED, [0, 2], None, None),
         # By their names true and false are other classes than by their numbers.
-        (["true", "false"], None, [0, 1], ClassLabel(names=["true", "false"]), None),
+        (["true", "false"], None, [0, 1], ClassLabel(names=["true", "false"]), ["true", "false"]),
         ([0, 1], ClassLabel(names=["true", "false"]), [1, 0], None, None),
         ([0, 1], ClassLabel(names=["False", "True"]), ["true", "0"], None, ["True", "False"]),
         (["neg", "pos"], None, [0, 1], None, None),  # the order of neither is known
@@ -136,7 +143,8 @@ def test_labels_beside_a_class_label(tmp_path, train, train_kind, test, test_kin
     test = write(tmp_path / "test.parquet", test, test_kind)
     if expected is None:
         with pytest.raises(
-            ValueError, match="The test split has the classes .*, which the training"
+            ValueError,
+            match="The test split has the classes .*, which the training .*labels of all splits alike",
         ):
             load(train, test)
         return
@@ -161,9 +169,52 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
         labels = [0 if label == 1 else 1 if label == 0 else label for label in labels]
     splits = load(write(tmp_path / "rows.parquet", labels, kind))
     assert sorted(splits["test"]["text"]) == ["t0", "t2"]
-    reports = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    reports = [message for message in warnings if "labelled training rows have" not in message]
     for split, message in zip(("train", "validation", "test"), reports, strict=True):
         assert f"Dropped 2 of the 4 {split} rows: they are without `label` ({report})" in message
+
+
+@pytest.mark.parametrize(
+    ("train", "kind", "meaning"),
+    [
+        ([1, 2], None, "1 is 'y', 2 is 'z'"),
+        (["1", "1.0", "2"], None, "1 is 'y', 2 is 'z'"),
+        ([1, 2, 0], None, None),
+        (["x", "y", "z"], None, None),
+        ([0, 1], ClassLabel(names=["x", "y", "z"]), None),
+    ],
+)
+def test_numbers_that_may_count_from_1_are_said(tmp_path, caplog, train, kind, meaning):
+    train = write(tmp_path / "train.parquet", train, kind)
+    load(train, write(tmp_path / "test.parquet", [0, 1, 2], ClassLabel(names=["x", "y", "z"])))
+    warnings = [record.message for record in caplog.records if "count from 1" in record.message]
+    assert len(warnings) == (meaning is not None)
+    assert meaning is None or f"0 does not occur: {meaning}." in warnings[0]
+
+
+def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
+    labels = ["pos", "Pos", '"pos"', "\u200bpos", "caf\u00e9", "cafe\u0301", "pos", "TRUE", "true"]
+    load(write(tmp_path / "rows.jsonl", labels))
+    (report,) = [record for record in caplog.records if "training rows have" in record.message]
+    assert report.levelname == "WARNING"  # what Python shows by default
+    assert "The 9 labelled training rows have 8 classes: " in report.message
+    for name in (
+        "'pos': 2",
+        "'Pos': 1",
+        "'\"pos\"': 1",
+        r"'\u200bpos': 1",
+        "'TRUE': 1",
+        "'true': 1",
+    ):
+        assert name in report.message
+    assert "'caf\u00e9': 1" in report.message and r"'cafe\u0301': 1" in report.message
+
+
+def test_many_classes_are_listed_in_short(tmp_path, caplog):
+    load(write(tmp_path / "rows.csv", [*range(25), 24]))
+    assert "26 labelled training rows have 25 classes: '0': 1, '1': 1, " in caplog.text
+    assert "'19': 1 and 5 more." in caplog.text and "'20'" not in caplog.text
 
 
 @pytest.mark.parametrize("blank", ["", "  ", '""'])
@@ -204,9 +255,9 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
         ([0.5, 1.0], None, r"holds 0.5 \(row 1\), which is no class"),
         ([float("inf"), 1.0], None, "holds inf .* no class"),
         ([Decimal("1.5"), Decimal("1.0")], None, "no class"),
-        (["0.5", "1.0"], None, "A label is '0.5', which is no class"),
-        (["0,5", "1,0"], None, "A label is '0,5', which is no class"),
-        (["5e-1", "1.0"], None, "A label is '5e-1', which is no class"),
+        (["0.5", "1.0"], None, "A label is '0.5' .*, which is no class"),
+        (["0,5", "1,0"], None, "A label is '0,5' .*, which is no class"),
+        (["5e-1", "1.0"], None, "A label is '5e-1' .*, which is no class"),
         ([None, None], None, r"no row with a value of `label` \(no value: 2\)"),
         ([-1, -1], NAMED, r"no row with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
@@ -218,6 +269,28 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
 def test_labels_that_are_no_classes_are_refused(tmp_path, labels, kind, message):
     with pytest.raises(ValueError, match=message):
         load(write(tmp_path / "rows.parquet", labels, kind))
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        (["1", "", "0.5"], None, r"'0.5' \(column `label` of the train split, row 3\), which is no class"),
+        (["1", "", "0", "NA"], None, r"for 'NA' \(column `label` of the train split, row 4\), which may"),
+        (["1", "0"], ["1", "", "NA"], r"for 'NA' \(column `label` of the test split, row 3\), which may"),
+        (["1", "", "1"], None, r"one class, \['1'\] \(column `label`\): name another `label_column`"),
+        (["1", "0"], ["", "1", "3"], r"classes \['3'\] \(column `label`, first in row 3\), which .* drop rows"),
+    ],
+)  # fmt: skip
+def test_messages_name_the_column_and_the_row_of_the_file(tmp_path, train, test, message):
+    train = write(tmp_path / "train.csv", train)
+    with pytest.raises(ValueError, match=message):
+        load_text_classification(
+            DataArguments(
+                train_file=train,
+                validation_file=train,
+                test_file=test and write(tmp_path / "test.csv", test),
+            )
+        )
 
 
 def test_one_list_among_json_labels_is_refused(tmp_path):

@@ -221,8 +221,15 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
         ("rows.csv", "text,label\n", "no rows below its first line"),
         ("rows.csv", "", "it is empty"),
-        ("rows.csv", "text,label\nä,1\n".encode("latin-1"), "UTF-8"),
-        ("rows.csv", "text,label\na,1\n".encode("utf-16"), "UTF-8"),
+        ("rows.csv", "text,label\na,1\nä,1\n".encode("latin-1"), "line 3 .*Save the file as UTF-8"),
+        (
+            "rows.csv",
+            b"text,label\n" + b"a,1\n" * 400_000 + b"\xe4,1\n",
+            "line 400002 is not in UTF-8",
+        ),
+        ("rows.csv.gz", gzip.compress(b"text,label\n\xe4,1\n"), "line 2 is not in UTF-8"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', "line 2 .*Save the file as UTF-8"),
+        ("rows.csv", "text,label\na,1\n".encode("utf-16"), "line 1 is not in UTF-8"),
         ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file"),
         ("rows.csv.gz", gzip.compress(b"text,label\na,1\n" * 99, mtime=0)[:30], "ended before"),
         ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
@@ -257,6 +264,24 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     raw = content if isinstance(content, bytes) else content.encode()
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(ValueError, match=rf"`train_file` is .*{name}', which cannot .*{message}"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".jsonl", ".parquet"])
+def test_a_missing_file_is_named(tmp_path, suffix):
+    message = (
+        rf"^`train_file` is '.*rows{suffix}', and there is no such file; give the path of a file.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / f"rows{suffix}")
+
+
+@pytest.mark.parametrize("name", ["rows", "rows.csv", "rows.jsonl", "rows.parquet"])
+def test_a_folder_is_no_file(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(
+        ValueError, match=rf"^`train_file` is '.*{name}', which is a folder; give a file.$"
+    ):
         read(tmp_path / name)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -28,7 +29,7 @@ from tiny import (
 from torch.nn import functional as F
 from transformers import TrainerCallback
 
-from hf_descent.commands.training import train_and_report
+from hf_descent.commands.training import OutputArguments, train_and_report
 
 
 keep_sharding_on_cpu()
@@ -174,7 +175,8 @@ def train(output, task, batch=8, accumulation=1, **settings):
         callback.trainer = trainer
     if evaluate_first:
         trainer.evaluate()
-    train_and_report(trainer, resume, report=lambda: None)
+    nothing = SimpleNamespace()  # beside the trainer's arguments
+    train_and_report(trainer, resume, lambda: None, OutputArguments(), nothing)
     metrics = {} if poison else trainer.evaluate()
     if getattr(trainer, "padding_free", False):
         metrics |= trainer.predict(trainer.eval_dataset).metrics

@@ -1,0 +1,217 @@
+"""What the package's defaults cost and give, by kind of model: plain training against constraints, and other settings.
+
+    python recipes/benchmarks/defaults.py --kinds lora decoder [--arms plain defaults ...] [--seeds 0 1 2]
+
+Kinds of models, each at one learning rate, with few steps:
+
+- lora, decoder: stories260K on Alpaca completions (300 steps of 8 rows), LoRA of rank 8 or all weights;
+- encoder: MiniLM under the token mean on rt-polarity (300 steps of 16 rows);
+- denoiser: that of `hf-descent demo` (600 steps of 32 clips).
+
+The arms are in `ARMS`. Finished runs are kept in `--output`, one JSON line each, and are not repeated. The table says of
+each arm the loss of the last layer, its price (how much higher it is than that of plain training with the same seed),
+and its gain: the mean decrease of the other layers' losses, in logarithms, as a share of what the constraints give
+without a limit on the last layer's loss.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import runs_to_specification
+import torch
+from datasets import load_dataset
+from harness import Runs, fit
+from peft import LoraConfig
+from transformers import set_seed
+
+from hf_descent import SFTDescentConfig, SFTDescentTrainer
+
+
+ARMS = {
+    "plain": {"objective": "erm"},
+    "defaults": {},
+    "no limit": {"max_last_layer_rise": None},  # the defaults before there was one
+    "strength 0.25": {"descent_strength": 0.25},
+    "dual rate 0.005": {"dual_learning_rate": 0.005},
+    "warm-up 0.5": {"dual_warmup_steps": 0.5},
+}
+RATES = {"lora": 2e-3, "decoder": 3e-3, "encoder": 1e-4, "denoiser": 1e-3}
+STEPS = {"lora": 300, "decoder": 300, "encoder": 300, "denoiser": 600}
+OUTPUT = Path(__file__).parent / "results" / "defaults.jsonl"
+GAIN_OF = "no limit"  # the arm whose gain is 1
+
+
+def as_completion(row: dict) -> dict:
+    prompt = row["instruction"] + ("\n" + row["input"] if row["input"] else "")
+    return {"prompt": prompt, "completion": " " + row["output"]}
+
+
+@cache
+def completions(folder: str):
+    """2,400 rows to train on and 150 to measure on; the settings were chosen by the other 100 of the test file."""
+    files = {name: os.path.join(folder, f"{name}.parquet") for name in ("train", "test")}
+    data = load_dataset("parquet", data_files=files)
+    train = data["train"].shuffle(0).select(range(2400))
+    test = data["test"].select(range(100, 250))
+    return [rows.map(as_completion, remove_columns=rows.column_names) for rows in (train, test)]
+
+
+def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: int, steps: int):
+    """A trainer that was trained on Alpaca, the rows to measure on, and the processor seconds of training."""
+    train, test = completions(options.alpaca)
+    set_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTDescentConfig(
+            folder,
+            max_steps=steps,
+            per_device_train_batch_size=8,
+            max_length=128,
+            learning_rate=RATES[kind],
+            seed=seed,
+            logging_steps=50,
+            bf16=False,
+            use_cpu=True,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **settings,
+        )
+        lora = LoraConfig(r=8, target_modules="all-linear") if kind == "lora" else None
+        trainer = SFTDescentTrainer(
+            options.stories260k, args, train_dataset=train, eval_dataset=test, peft_config=lora
+        )
+        start = time.process_time()
+        trainer.train()
+        seconds = time.process_time() - start
+        profile = trainer.evaluate_layers(problem=None)
+    return trainer, profile, seconds
+
+
+def train_other(kind: str, options: argparse.Namespace, settings: dict, seed: int, steps: int):
+    """As `train_decoder`, of an encoder or a denoiser."""
+    if kind == "denoiser":
+        make = partial(runs_to_specification.denoiser, options.smoke)
+        metric = "rmse"
+    else:
+        texts = ("minilm", options.minilm, options.rt_polarity)
+        make = partial(runs_to_specification.minilm, *texts)
+        metric = "accuracy"
+    make()  # reads the data, once
+    set_seed(seed)
+    model, (rows, _, test), config, extra = make()
+    shared = {
+        "learning_rate": RATES[kind],
+        "per_device_train_batch_size": runs_to_specification.BATCH[
+            "minilm" if kind == "encoder" else kind
+        ],
+        "max_steps": steps,
+        "seed": seed,
+    }
+    trainer, seconds = fit(model, rows, {**shared, **config, **settings}, **extra)
+    gamma = config.get("noise_gamma", 0.0)
+    profile = trainer.evaluate_layers(test, gamma=gamma, metric=metric, problem=None, batch_size=32)
+    return trainer, profile, seconds
+
+
+def measure(kind: str, arm: str, options: argparse.Namespace, seed: int, steps: int) -> dict:
+    train = train_decoder if kind in ("lora", "decoder") else train_other
+    trainer, profile, seconds = train(kind, options, ARMS[arm], seed, steps)
+    is_constrained = trainer.multipliers is not None
+    return {
+        "losses": profile.losses.tolist(),
+        "values": profile.values.tolist(),
+        "multipliers": trainer.multipliers.values.tolist() if is_constrained else None,
+        "seconds": seconds,
+    }
+
+
+def price(run: dict, plain: dict) -> float:
+    """By what share the last layer's loss is higher than that of plain training."""
+    return run["losses"][-1] / plain["losses"][-1] - 1
+
+
+def gain(run: dict, plain: dict) -> float:
+    """The mean decrease of the losses of the layers below the last, in logarithms, from those of plain training."""
+    return float(np.mean(np.log(np.divide(plain["losses"], run["losses"]))[:-1]))
+
+
+def table(runs: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a line for each kind and arm: means over the seeds that plain training has, too."""
+    found = defaultdict(dict)
+    for run in runs:
+        settings = run["settings"]
+        found[settings["kind"], settings["arm"]][settings["seed"]] = run
+    lines = []
+    for kind in RATES:
+        plain, most = found[kind, "plain"], found[kind, GAIN_OF]
+        for arm in ARMS:
+            seeds = [seed for seed in found[kind, arm] if seed in plain]
+            if not seeds:
+                continue
+            of_arm = found[kind, arm]
+            prices = [price(of_arm[seed], plain[seed]) for seed in seeds]
+            both = [seed for seed in seeds if seed in most]
+            gains = [gain(of_arm[seed], plain[seed]) for seed in both]
+            full = [gain(most[seed], plain[seed]) for seed in both]
+            share = f"{np.mean(gains) / np.mean(full):.2f}" if both else "-"
+            first, last = (
+                np.mean([of_arm[seed]["losses"][layer] for seed in seeds]) for layer in (0, -1)
+            )
+            worst = f"{max(prices):+.1%}" if arm != "plain" else "-"
+            mean = f"{np.mean(prices):+.1%}" if arm != "plain" else "-"
+            lines.append(
+                [kind, arm, f"{len(seeds)}", f"{first:.3f}", f"{last:.3f}", mean, worst, share]
+            )
+    columns = "kind,arm,seeds,first layer,last layer,price,highest price,gain".split(",")
+    return columns, lines
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="+", choices=RATES, default=["lora", "decoder"])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["plain", "defaults"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", default=str(OUTPUT), help="finished runs; appended to")
+    parser.add_argument("--stories260k", help="folder of the language model stories260K")
+    parser.add_argument("--alpaca", help="folder with train.parquet and test.parquet of Alpaca")
+    parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
+    parser.add_argument(
+        "--rt_polarity", help="folder with train.parquet, validation.parquet, test.parquet"
+    )
+    parser.add_argument("--smoke", action="store_true", help="four steps, to see that it works")
+    options = parser.parse_args(argv)
+    needed = dict.fromkeys(("lora", "decoder"), ("stories260k", "alpaca"))
+    needed["encoder"] = ("minilm", "rt_polarity")
+    for kind in options.kinds:
+        for name in needed.get(kind, ()):
+            if not getattr(options, name):
+                parser.error(f"The kind {kind} needs --{name}.")
+    return options
+
+
+def main(argv: list[str] | None = None) -> str:
+    options = parse(argv)
+    torch.set_num_threads(1)
+    finished = Runs(options.output)
+    for seed in options.seeds:
+        for kind in options.kinds:
+            for arm in options.arms:
+                steps = 4 if options.smoke else STEPS[kind]
+                key = {"kind": kind, "arm": arm, "seed": seed, "steps": steps, **ARMS[arm]}
+                make = partial(measure, kind, arm, options, seed, steps)
+                run = finished.get(key, make)
+                print(kind, arm, seed, [round(loss, 3) for loss in run["losses"]], flush=True)
+    columns, lines = table(finished.all())
+    rows = [columns, ["---"] * len(columns), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(main())

@@ -32,9 +32,9 @@ evidence is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m
 the steps so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
-rest again. Each time that they begin to shrink, the pace of growth becomes a tenth of what it was, as the windows of
-network protocols do after a loss; it recovers by 0.3 % in each step without a rise. The point of rest does not depend on
-the pace, which acts as a smaller eta.
+rest again. Each time that they begin to shrink, the pace of growth becomes a fiftieth of what it was, as the windows
+of network protocols shrink after a loss; it recovers by 0.3 % in each step without a rise. The point of rest does not depend
+on the pace, which acts as a smaller eta.
 
 The guard sees a rise of f_L. It does not know what plain training would have reached by now, and it cannot tell why
 f_L rises: harder data late in the run counts as a rise, too.
@@ -63,8 +63,8 @@ class LastLayerGuard:
     ENOUGH, MOST, ALLOWED = 12.0, 3.0, 0.25
     LEAST_NOISE = 1e-3  # of the limit, for losses that hardly vary
     # Factors of the pace of growth, whenever multipliers begin to shrink and in each step after; its least value.
-    BACK_OFF, RECOVERY = 0.1, 1.003
-    LEAST_PACE = 0.01
+    BACK_OFF, RECOVERY = 0.02, 1.003
+    LEAST_PACE = 0.001
     _TENSORS = (
         "count",
         "previous",

@@ -8,10 +8,10 @@ Kinds of models, each at one learning rate, with few steps:
 - encoder: MiniLM under the token mean on rt-polarity (300 steps of 16 rows);
 - denoiser: that of `hf-descent demo` (600 steps of 32 clips).
 
-The arms are in `ARMS`. Finished runs are kept in `--output`, one JSON line each, and are not repeated. The table says of
-each arm the loss of the last layer, its price (how much higher it is than that of plain training with the same seed),
-and its gain: the mean decrease of the other layers' losses, in logarithms, as a share of what the constraints give
-without a limit on the last layer's loss.
+The arms are in `ARMS`. Finished runs are kept in `--output`, one JSON line each, and are not repeated. The table has
+the loss of the last layer, its price (how much higher it is than that of plain training with the same seed), and the
+gain: the mean decrease of the other layers' losses, in logarithms, as a share of what the constraints give without a
+limit on the last layer's loss.
 """
 
 import argparse
@@ -45,6 +45,9 @@ ARMS = {
 RATES = {"lora": 2e-3, "decoder": 3e-3, "encoder": 1e-4, "denoiser": 1e-3}
 STEPS = {"lora": 300, "decoder": 300, "encoder": 300, "denoiser": 600}
 OUTPUT = Path(__file__).parent / "results" / "defaults.jsonl"
+COLUMNS = [
+    "kind", "arm", "seeds", "first layer", "last layer", "price", "highest price", "gain",
+]  # fmt: skip
 GAIN_OF = "no limit"  # the arm whose gain is 1
 
 
@@ -169,8 +172,7 @@ def table(runs: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
             lines.append(
                 [kind, arm, f"{len(seeds)}", f"{first:.3f}", f"{last:.3f}", mean, worst, share]
             )
-    columns = "kind,arm,seeds,first layer,last layer,price,highest price,gain".split(",")
-    return columns, lines
+    return COLUMNS, lines
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -616,6 +616,13 @@ GPU_CASES = {
     "Llama 3.1 8B's shape, LoRA, bfloat16, 1 x 2,048 tokens": "step of Llama 3.1 8B's shape, GPU",
     "BERT base, 32 rows of 128 tokens, float32": "step of BERT base, GPU",
 }
+
+
+def defaults_by_kind() -> str:
+    """What the limit on the last layer's loss costs and leaves, by kind of model."""
+    return markdown(*script("defaults").table(lines_of("defaults.jsonl")))
+
+
 TABLES = {
     "exits": exits,
     "price": price,
@@ -623,6 +630,7 @@ TABLES = {
     "runs to specification": specification,
     "holds": holds,
     "defaults": defaults,
+    "defaults by kind": defaults_by_kind,
     "steps": steps,
     "operators": operators,
     "evaluations": evaluations,

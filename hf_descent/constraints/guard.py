@@ -28,13 +28,12 @@ count as noise:
     evidence <- [evidence + (f_L - limit) / s - 1/4]   kept within 0 and 12,   of which a step adds at most 3.
 
 Multipliers grow by the share `1 - evidence / 12` of what the dual rule wants. At 12 they begin to shrink, until the
-evidence is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of
-the steps so far. Its window grows with the run, so that chance does not make f_best lower and lower.
+evidence is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps
+so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
-rest again. Each time that they begin to shrink, the pace of growth becomes a fiftieth of what it was, as the windows
-of network protocols shrink after a loss; it recovers by 0.3 % in each step without a rise. The point of rest does not depend
-on the pace, which acts as a smaller eta.
+rest again. Each time that they begin to shrink, the pace of growth becomes a fiftieth of what it was. It recovers by
+0.3 % in each step without a rise. The point of rest does not depend on the pace, which acts as a smaller eta.
 
 The guard sees a rise of f_L. It does not know what plain training would have reached by now, and it cannot tell why
 f_L rises: harder data late in the run counts as a rise, too.

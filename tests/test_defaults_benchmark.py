@@ -1,0 +1,43 @@
+import math
+
+import defaults as benchmark
+import pytest
+
+from hf_descent import DescentConfig
+
+
+@pytest.mark.parametrize("arm", benchmark.ARMS)
+def test_every_arm_is_a_setting_that_the_package_takes(tmp_path, arm):
+    DescentConfig(str(tmp_path), **benchmark.ARMS[arm])
+
+
+def run_of(arm, seed, losses):
+    return {"settings": {"kind": "lora", "arm": arm, "seed": seed}, "losses": losses}
+
+
+def test_price_and_gain_are_those_of_runs_with_the_same_seed():
+    runs = [
+        run_of("plain", 0, [8.0, 4.0, 2.0]),
+        run_of("plain", 1, [8.0, 4.0, 4.0]),
+        run_of("defaults", 0, [4.0, 4.0, 2.1]),
+        run_of("defaults", 1, [4.0, 4.0, 4.0]),
+        run_of("no limit", 0, [4.0, 2.0, 3.0]),
+        run_of("no limit", 1, [2.0, 4.0, 4.0]),
+        run_of("defaults", 2, [1.0, 1.0, 1.0]),  # without a plain run
+    ]
+    columns, lines = benchmark.table(runs)
+    found = {line[1]: dict(zip(columns, line, strict=True)) for line in lines}
+    assert found["defaults"]["seeds"] == "2" and found["defaults"]["last layer"] == "3.050"
+    assert found["defaults"]["price"] == "+2.5%" and found["defaults"]["highest price"] == "+5.0%"
+    assert found["defaults"]["gain"] == f"{math.log(2) / (2 * math.log(2)):.2f}"
+    assert found["no limit"]["gain"] == "1.00" and found["plain"]["price"] == "-"
+
+
+@pytest.mark.slow
+def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
+    output = tmp_path / "runs.jsonl"
+    options = ["--smoke", "--seeds", "0", "--kinds", "denoiser", "--output", str(output)]
+    table = benchmark.main(options)
+    assert len(output.read_text().splitlines()) == 2 and "denoiser | defaults" in table
+    monkeypatch.setattr(benchmark, "measure", None)
+    assert benchmark.main(options) == table

@@ -462,6 +462,31 @@ def gpu_steps() -> str:
     )
 
 
+def launches() -> str:
+    header = ["model", "plain step", "our step", "ratio", "asked for"]
+    header += ["plain batch of an evaluation", "ours", "ratio"]
+    rows = []
+    for case in json.loads((RESULTS / "launches.json").read_text())["cases"].values():
+        cells = [case["title"]]
+        for what in ("step", "evaluation"):
+            plain, ours = case[what]["plain"], case[what]["ours"]
+            cells += [f"{plain:,}", f"{ours:,}", f"{ours / plain:.2f}"]
+        cells.insert(4, f"{case['asked']:.2f}")
+        rows.append(cells)
+    return markdown(header, rows)
+
+
+def launch_times() -> str:
+    cases = json.loads((RESULTS / "launches.json").read_text())["cases"].values()
+    rows = [[case["title"], *(f"{value:.2f}" for value in _middle_first(case))] for case in cases]
+    return markdown(["model", "time, plain = 1", "lower quartile", "upper quartile"], rows)
+
+
+def _middle_first(case: dict) -> tuple[float, float, float]:
+    low, middle, high = case["time"]
+    return middle, low, high
+
+
 def step_machines() -> str:
     """The least and the greatest ratio of a step over the machines and days it was measured on."""
     cases = ("classifier", "language model, default", "language model, all tokens", "denoiser")
@@ -650,6 +675,8 @@ TABLES = {
     "smollm2 drafts": smollm2_drafts,
     "step machines": step_machines,
     "gpu": gpu_steps,
+    "launches": launches,
+    "launch times": launch_times,
     "denoiser summary": denoiser_summary,
     "photos": partial(denoisers, "photos"),
     "video": partial(denoisers, "video"),

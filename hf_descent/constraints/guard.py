@@ -95,8 +95,8 @@ class LastLayerGuard:
     @torch.no_grad()
     def observe(self, loss: torch.Tensor) -> None:
         """Take in the f_L of a step, a scalar; one that is not finite changes nothing."""
-        before = {name: getattr(self, name).clone() for name in self._TENSORS}
-        usable = torch.isfinite(loss)
+        before = {name: getattr(self, name) for name in self._TENSORS}  # none is written into
+        usable = (loss - loss).eq(0)  # of what is not finite it is no number
         loss = loss.to(self.means)
 
         self._add_evidence(loss)
@@ -125,9 +125,10 @@ class LastLayerGuard:
 
     def _add_evidence(self, loss: torch.Tensor) -> None:
         noise = self.variances.max().sqrt()
-        noise = torch.maximum(noise, self.LEAST_NOISE * self.limit.abs())
-        excess = (loss - self.limit) / noise.clamp(min=torch.finfo(noise.dtype).tiny) - self.ALLOWED
-        excess = torch.where(self.limit.isfinite(), excess, 0.0)
+        limit = self.limit
+        noise = torch.maximum(noise, self.LEAST_NOISE * limit.abs())
+        excess = (loss - limit) / noise.clamp(min=torch.finfo(noise.dtype).tiny) - self.ALLOWED
+        excess = torch.where(limit.isfinite(), excess, 0.0)
         self.evidence = (self.evidence + excess.clamp(max=self.MOST)).clamp(0, self.ENOUGH)
 
     def _add_to_means(self, loss: torch.Tensor) -> None:

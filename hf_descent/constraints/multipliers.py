@@ -102,29 +102,41 @@ class Multipliers:
         shrink, whatever the violations.
         """
         violations = violations.to(self.values)
-        finite = torch.isfinite(violations).all()
-        before = {name: getattr(self, name).clone() for name in self._TENSORS}
+        finite = (violations - violations).eq(0).all()  # of what is not finite it is no number
 
-        self.steps += 1
-        self.slack_steps += 1
-        ascent = self._direction(
-            violations - self.relaxation, self.mean, self.square, self.steps
-        )  # [layers]
+        steps = self.steps + 1
+        gradient = violations
+        if self.resilience > 0:
+            gradient = violations - self.relaxation  # [layers]
+        ascent, mean, square = self._direction(gradient, self.mean, self.square, steps)
+        values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
+        if growth is not None:
+            change = values - self.values
+            values = self.values + torch.where(change > 0, growth * change, change)
+        if shrinks is not None:
+            most = torch.where(shrinks, (1 - self.SHRINKAGE) * self.values, torch.inf)
+            values = torch.minimum(values, most)
+        after = {"steps": steps, "mean": mean, "square": square}
+
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
             excess = self.slacks / self.resilience - self.values
-            descent = self._direction(excess, self.slack_mean, self.slack_square, self.slack_steps)
-            self.slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
-        self.values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
-        if growth is not None:
-            change = self.values - before["values"]
-            self.values = before["values"] + torch.where(change > 0, growth * change, change)
-        if shrinks is not None:
-            most = torch.where(shrinks, (1 - self.SHRINKAGE) * before["values"], torch.inf)
-            self.values = torch.minimum(self.values, most)
+            slack_steps = self.slack_steps + 1
+            descent, slack_mean, slack_square = self._direction(
+                excess, self.slack_mean, self.slack_square, slack_steps
+            )
+            slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
+            after.update(
+                slacks=slacks,
+                slack_steps=slack_steps,
+                slack_mean=slack_mean,
+                slack_square=slack_square,
+            )
 
-        for name, old in before.items():
-            setattr(self, name, torch.where(finite, getattr(self, name), old))
+        after["values"] = values
+        for name, tensor in after.items():
+            if tensor is not getattr(self, name):
+                setattr(self, name, torch.where(finite, tensor, getattr(self, name)))
 
     @property
     def relaxation(self) -> torch.Tensor:
@@ -155,17 +167,19 @@ class Multipliers:
                 raise ValueError(f"The dual state '{name}' holds negative or non-finite values.")
             setattr(self, name, state[name].to(current, copy=True))
 
-    def _direction(self, gradient, mean, square, steps) -> torch.Tensor:
-        """The direction `[L]` of plain ascent, the controller or Adam, with the moments updated in place."""
+    def _direction(
+        self, gradient, mean, square, steps
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The direction `[L]` of plain ascent, the controller or Adam, and the moments after it."""
         if self.optim == "sgd":
-            return gradient
+            return gradient, mean, square
         beta1, beta2 = self.BETAS
         if self.optim == "pi":
             bounded = (gradient / self.BOUND).clamp(-1, 1)
             before = torch.where(steps > 1, mean, bounded)
-            mean.copy_(before.lerp(bounded, 1 - beta1))
-            return bounded + self.DAMPING * (mean - before)
-        mean.lerp_(gradient, 1 - beta1)
-        square.lerp_(gradient.square(), 1 - beta2)
+            mean = before.lerp(bounded, 1 - beta1)
+            return bounded + self.DAMPING * (mean - before), mean, square
+        mean = mean.lerp(gradient, 1 - beta1)
+        square = square.lerp(gradient.square(), 1 - beta2)
         denominator = (square / (1 - beta2**steps)).sqrt() + self.EPSILON
-        return mean / (1 - beta1**steps) / denominator
+        return mean / (1 - beta1**steps) / denominator, mean, square

@@ -143,6 +143,12 @@ class DescentProblem:
             [row.factor for row in self.rows]
         )  # in float32 alone, since MPS has no float64
         self._power = torch.tensor([row.power for row in self.rows])
+        # What would otherwise be made anew in each step, by a kernel each.
+        self._losses_of = self._layer - 1  # where the losses of the constraints are
+        self._always_asks = self._power == 0
+        self._first_weights = torch.zeros(num_layers + 2)  # for f_0, the layers, and the number 1
+        self._first_weights[num_layers] = 1.0
+        self._all_fixed = all(row.kind in ("exit", "bound", "line") for row in self.rows)
 
     def _layer_rows(self) -> Iterator[Row]:
         if self.alpha is None:
@@ -200,20 +206,25 @@ class DescentProblem:
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         level = losses[-1] if level is None else level
-        asked, _ = self._asked(losses, level, detach)
-        asked = self._least_share.clamp(min=1 - margin) * asked
-        violations = losses[self._layer - 1] - asked  # [constraints]
-        violations = torch.where(self._asks(level), violations, violations.clamp(max=0))
+        is_between = self._is_between(level) if self.follows else None
+        asked, _ = self._asked(losses, level, is_between, detach)
+        if margin > 0:
+            asked = self._least_share.clamp(min=1 - margin) * asked
+        violations = losses[self._losses_of] - asked  # [constraints]
+        if self.follows:
+            asks = self._always_asks | is_between
+            violations = torch.where(asks, violations, violations.clamp(max=0))
         return self._over_rows(violations)
 
     def bounds(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss c f_ref that each row asks of its layer, and its tolerance: a tenth of the decrease that it asks
         for, 0 for exits and bounds. Each `[rows]`; 0 without a constraint."""
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
-        asked, reference = self._asked(losses, losses[-1], detach=True)
+        is_between = self._is_between(losses[-1])
+        asked, reference = self._asked(losses, losses[-1], is_between, detach=True)
         tolerances = torch.where(self._is_target, 0.0, TOLERANCE * (reference - asked))
         return self._over_rows(asked), self._over_rows(
-            torch.where(self._asks(losses[-1]), tolerances, 0.0)
+            torch.where(self._always_asks | is_between, tolerances, 0.0)
         )
 
     def weights(
@@ -226,12 +237,8 @@ class DescentProblem:
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
         active = multipliers[self._index]
-        weights = multipliers.new_zeros(
-            self.num_layers + 2
-        )  # for f_0, the layers, and the number 1
-        weights[self.num_layers : -1].fill_(1.0)  # an assignment would copy from the host
-        weights.index_add_(0, self._layer, active)
-        if not detach:
+        weights = self._first_weights.to(active.dtype).index_add(0, self._layer, active)
+        if not detach and not self._all_fixed:
             factors = self._factors_at(multipliers.dtype, level)
             weights.index_add_(
                 0, self._reference, torch.where(self._is_fixed, 0.0, -factors * active)
@@ -300,23 +307,30 @@ class DescentProblem:
         return {name: getattr(self, name) for name in ARGUMENTS}
 
     def _asked(
-        self, losses: torch.Tensor, level: torch.Tensor, detach: bool
+        self,
+        losses: torch.Tensor,
+        level: torch.Tensor,
+        is_between: torch.Tensor | None,
+        detach: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""
         first, last = losses.new_full((1,), self.initial_loss_bound), losses.new_ones(1)
         references = torch.cat([first, losses, last])  # [1 + layers + 1]
         reference = references[self._reference]
-        reference = torch.where(self._is_fixed | detach, reference.detach(), reference)
-        return self._factors_at(losses.dtype, level) * reference, reference
-
-    def _asks(self, level: torch.Tensor) -> torch.Tensor:
-        """Whether each constraint asks for anything at this level, `[constraints]`."""
-        return (self._power == 0) | self._is_between(level)
+        if losses.requires_grad:
+            reference = torch.where(self._is_fixed | detach, reference.detach(), reference)
+        return self._factors_at(losses.dtype, level, is_between) * reference, reference
 
     def _is_between(self, level: torch.Tensor) -> torch.Tensor:
+        """Whether constraints that follow f_L ask for anything at this level."""
         return (level > 0) & (level < self.initial_loss_bound)
 
-    def _factors_at(self, dtype: torch.dtype, level: torch.Tensor | None) -> torch.Tensor:
+    def _factors_at(
+        self,
+        dtype: torch.dtype,
+        level: torch.Tensor | None,
+        is_between: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The factors `[constraints]` at a level."""
         factors = self._factor
         if dtype != factors.dtype:
@@ -325,7 +339,9 @@ class DescentProblem:
             )
         if not self.follows or level is None:
             return factors
-        ratio = torch.where(self._is_between(level), level.detach() / self.initial_loss_bound, 1.0)
+        if is_between is None:
+            is_between = self._is_between(level)
+        ratio = torch.where(is_between, level.detach() / self.initial_loss_bound, 1.0)
         # A scalar does not widen the power's type: in float32 a verdict would lose digits.
         return factors * ratio ** self._power.to(dtype)
 

@@ -145,7 +145,9 @@ class DescentState:
             self.guard = LastLayerGuard(args.max_last_layer_rise, device)
         # Running averages of the layer losses, the weight that makes up for their start at zero, and that of f_L^2.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
-        self.averages, self.average_weight, self.square = zeros(num_layers), zeros(1), zeros(1)
+        self._running = zeros(num_layers + 2)  # the averages, the weight, the square
+        self._level: torch.Tensor | None = None  # of these averages, where it is known already
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
         self.warmup_losses = zeros(
             num_layers
         )  # the averages at the end of warm-up; zeros where nothing was learned
@@ -207,7 +209,10 @@ class DescentState:
             return share * (own[-1] + penalty)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. Mixed
         # precision around a custom loop's call would round a product by `@`.
-        return (self.weights(step)[self._trained] * layer_losses[self._trained]).sum()
+        weights = self.weights(step)
+        if len(self._trained) < self.num_layers:
+            weights, layer_losses = weights[self._trained], layer_losses[self._trained]
+        return (weights * layer_losses).sum()
 
     def _curriculum(self, step: int) -> tuple[int, int, int, int | None]:
         """The arguments of LayerSkip's curriculum at `step`."""
@@ -244,10 +249,10 @@ class DescentState:
         """What follows an optimizer step: its layer losses `[L]` are logged, and the dual step is taken on them or,
         every `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads. Losses that are not finite, or are
         of no `items` (0), do not count."""
-        finite = torch.isfinite(layer_losses)  # [layers]
+        finite = are_finite(layer_losses)  # [layers]
         self._nonfinite += ~finite
         usable = finite.all() if items is None else finite.all() & (items > 0)
-        self._logged += torch.cat([torch.where(usable, layer_losses, 0.0), usable[None]])
+        self._logged += torch.where(usable, torch.cat([layer_losses, self._one]), 0.0)
         if self.held_out is None:
             self._ascend(torch.where(usable, layer_losses, torch.nan), step)
         elif step % DUAL_EVERY == 0:
@@ -258,20 +263,15 @@ class DescentState:
 
     def _ascend(self, layer_losses: torch.Tensor, step: int, repeats: int = 1) -> None:
         """A step of averages and multipliers on losses `[L]`, or `repeats` of them; none where one is not finite."""
-        usable = torch.isfinite(layer_losses).all()
-        weight = (1 - AVERAGE_DECAY**repeats) * usable
-        self.averages = (1 - weight) * self.averages + weight * torch.where(
-            usable, layer_losses, 0.0
-        )
-        self.square = (1 - weight) * self.square + weight * torch.where(
-            usable, layer_losses[-1] ** 2, 0.0
-        )
-        self.average_weight = (1 - weight) * self.average_weight + weight
+        usable = are_finite(layer_losses).all()
+        row = torch.cat([layer_losses, self._one, layer_losses[-1:] ** 2])  # [layers + 2]
+        row = row.to(self._running)
+        running = self._running.lerp(row, 1 - AVERAGE_DECAY**repeats)
+        self._running = torch.where(usable, running, self._running)
+        self._level = None
         if not self.inactive(step):
             self._closing.add(layer_losses)
-            self._since_check += torch.cat(
-                [torch.where(usable, layer_losses, 0.0), usable[None].float()]
-            )
+            self._since_check += torch.where(usable, row[:-1], 0.0)
         growth = shrinks = None
         if self.guard is not None:
             self.guard.observe(layer_losses[-1])
@@ -284,6 +284,21 @@ class DescentState:
                 self.multipliers.step(
                     torch.where(usable, violations, torch.nan), growth=growth, shrinks=shrinks
                 )
+
+    @property
+    def averages(self) -> torch.Tensor:
+        """The running averages of the layer losses `[L]`, which start at zero."""
+        return self._running[: self.num_layers]
+
+    @property
+    def average_weight(self) -> torch.Tensor:
+        """What makes up for the averages' start at zero, `[1]`."""
+        return self._running[self.num_layers : self.num_layers + 1]
+
+    @property
+    def square(self) -> torch.Tensor:
+        """The running average of f_L^2, `[1]`."""
+        return self._running[-1:]
 
     @property
     def mean_losses(self) -> torch.Tensor:
@@ -305,8 +320,10 @@ class DescentState:
     @property
     def level(self) -> torch.Tensor:
         """The f_L to which line and steps rows lead at present; f_0, from which they ask nothing, before any step."""
-        mean = self.mean_losses[-1]
-        return torch.where(mean.isfinite(), mean, self.problem.initial_loss_bound)
+        if self._level is None:
+            mean = self.averages[-1] / self.average_weight[0]
+            self._level = torch.where(are_finite(mean), mean, self.problem.initial_loss_bound)
+        return self._level
 
     def _violations(self, layer_losses: torch.Tensor, detach: bool = False) -> torch.Tensor:
         """Those that training acts on, `[rows]`."""
@@ -316,6 +333,7 @@ class DescentState:
         if problem.chance_loss is None:  # version 0.1 did not keep it
             problem = DescentProblem(**problem.state_dict() | {"chance_loss": self.chance})
         self.problem = problem.to(self.device)
+        self._level = None
         vars(self).pop("_trained", None)
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
@@ -590,8 +608,13 @@ class DescentState:
                 ):
                     raise ValueError(f"'{name}' is {tensors[name].tolist()}")
             # Older checkpoints do not keep the square, nor version 0.1 the losses of warm-up.
-            for name in ("averages", "average_weight", "square", "warmup_losses"):
-                setattr(self, name, tensors.get(name, getattr(self, name)).to(self.averages))
+            found = {
+                name: tensors.get(name, getattr(self, name)).to(self._running)
+                for name in ("averages", "average_weight", "square", "warmup_losses")
+            }
+            self.warmup_losses = found["warmup_losses"]
+            self._running = torch.cat([found["averages"], found["average_weight"], found["square"]])
+            self._level = None
             self.active_from = int(meta["active_from"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -614,6 +637,11 @@ def _part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torc
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
+
+
+def are_finite(values: torch.Tensor) -> torch.Tensor:
+    """As `torch.isfinite`, by half the kernels: inf - inf and nan - nan are no numbers."""
+    return (values - values).eq(0)
 
 
 def _numbered(name: str, values: torch.Tensor) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Kernels of a step and of an evaluated batch, plain training against ours: what a GPU launches, counted without one.
 
     python -m recipes.benchmarks.launches [--cases bert ...] [--where] [--rounds 3 --output launches.json]
-    python -m recipes.benchmarks.launches --page recipes/benchmarks/results/launches.json
 
 Models of real depth and tiny width: on a GPU, small models take the time that their launches take. A kernel is an
 operation of torch that computes something; views and empty memory are none. The counts repeat exactly. With `--rounds`
@@ -10,8 +9,6 @@ which function of this package the kernels are launched. `--page` writes the tab
 """
 
 import argparse
-import json
-import re
 import statistics
 import sys
 import tempfile
@@ -52,9 +49,6 @@ from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.models import UTConfig, UTForVideoDenoising
 
 
-README = Path(__file__).parent / "README.md"
-RESULTS = Path(__file__).parent / "results" / "launches.json"
-BEGIN, END = "<!-- launches -->", "<!-- end of launches -->"  # what is between them is generated
 WIDTH, HEADS, VOCABULARY = 32, 2, 256
 ROWS, LENGTH, BATCH = 64, 16, 4
 MAX_STEPS = 1000  # of the schedule, which none reaches: what happens every hundred steps stays out
@@ -322,45 +316,25 @@ def _quiet():
         transformers.logging.set_verbosity(level)
 
 
-def table(cases: dict[str, dict]) -> str:
-    """The markdown table of counted cases, as they stand in the results file."""
-    header = [
-        "model",
-        "plain step",
-        "our step",
-        "ratio",
-        "asked for",
-        "plain batch of an evaluation",
-        "ours, all layers",
-        "ratio",
-        "time of a step, plain = 1 (quartiles)",
-    ]
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    for name, found in cases.items():
-        case, step, evaluation = CASES[name], found["step"], found["evaluation"]
-        time = ""
-        if found.get("time"):
-            low, middle, high = found["time"]
-            time = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        cells = [
-            case.title,
-            f"{step['plain']:,}",
-            f"{step['ours']:,}",
-            f"{step['ours'] / step['plain']:.2f}",
-            f"{case.asked:.2f}",
-            f"{evaluation['plain']:,}",
-            f"{evaluation['ours']:,}",
-            f"{evaluation['ours'] / evaluation['plain']:.2f}",
-            time,
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def facts(name: str, windows: dict[str, CountWindow]) -> dict[str, Any]:
+    """The kernels of a case, by what was counted and by arm, as they stand in the results file."""
+    case = CASES[name]
+    counted = {
+        what: {arm: getattr(window, what).kernels for arm, window in windows.items()}
+        for what in ("step", "evaluation")
+    }
+    return {"title": case.title, "asked": case.asked, **counted}
 
 
-def page(text: str, cases: dict[str, dict]) -> str:
-    """The benchmarks page `text` with the table of these cases."""
-    generated = f"{BEGIN}\n{table(cases)}\n{END}"
-    return re.sub(f"{BEGIN}.*{END}", lambda _: generated, text, flags=re.DOTALL)
+def print_case(found: dict[str, Any]) -> None:
+    for what in ("step", "evaluation"):
+        plain, ours = found[what]["plain"], found[what]["ours"]
+        print(f"{found['title']}, {what}: {plain} and {ours} kernels, {ours / plain:.2f}")
+    if "time" in found:
+        low, middle, high = found["time"]
+        print(
+            f"{found['title']}: {middle:.2f} times the time ({low:.2f} to {high:.2f})", flush=True
+        )
 
 
 def print_functions(windows: dict[str, CountWindow]) -> None:
@@ -380,24 +354,15 @@ def main():
     command.add_argument("--where", action="store_true", help="which functions launch kernels")
     command.add_argument("--rounds", type=int, default=0, help="of timed steps (0: none)")
     command.add_argument("--output", type=Path, help="JSON file for the results")
-    command.add_argument("--page", type=Path, help="only write the table of this file to README.md")
     given = command.parse_args()
-    if given.page is not None:
-        cases = json.loads(given.page.read_text())["cases"]
-        README.write_text(page(README.read_text(), cases))
-        return
-
     torch.set_num_threads(1)
     cases = {}
     for name in given.cases:
         windows = count(name, given.where)
-        cases[name] = {
-            what: {arm: getattr(window, what).kernels for arm, window in windows.items()}
-            for what in ("step", "evaluation")
-        }
+        cases[name] = facts(name, windows)
         if given.rounds:
             cases[name]["time"] = time_steps(name, given.rounds)
-        print(table({name: cases[name]}).splitlines()[-1], flush=True)
+        print_case(cases[name])
         if given.where:
             print_functions(windows)
     write(given.output, transformers=transformers.__version__, cases=cases)

@@ -1,0 +1,41 @@
+"""The number of kernels stays what the results say: it repeats exactly with the same libraries."""
+
+import json
+
+import launches
+import pytest
+import torch
+import transformers
+from programs import ROOT
+
+
+RECORDED = json.loads((ROOT / "recipes/benchmarks/results/launches.json").read_text())
+QUICK = ("bert", "vit", "ut")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in launches.CASES
+    ],
+)
+def test_kernels_are_no_more_than_recorded(name):
+    found = launches.facts(name, launches.count(name))
+    recorded = RECORDED["cases"][name]
+    versions = (RECORDED["torch"], RECORDED["transformers"])
+    for what in ("step", "evaluation"):
+        if versions == (torch.__version__, transformers.__version__):
+            assert found[what]["plain"] == recorded[what]["plain"]
+            assert found[what]["ours"] <= recorded[what]["ours"]
+        ratio = found[what]["ours"] / found[what]["plain"]
+        assert ratio <= 1.05 * recorded[what]["ours"] / recorded[what]["plain"]
+
+
+def test_a_kernel_is_what_computes():
+    x = torch.ones(3, 4)
+    with launches.KernelCount() as counted:
+        y = x.t()[1:].reshape(-1)  # a view, a view, and a copy
+        y.add_(1)
+        torch.empty(3)
+    assert counted.kernels == 2

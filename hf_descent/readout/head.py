@@ -7,7 +7,7 @@ other tail.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
 
+from . import random_state
 from .labels import are_token_labels, documents_of, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
@@ -144,11 +145,19 @@ class HeadReadout:
     ) -> LayerLossSums:
         hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
-        with self._autocast, saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        keeps = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with self._autocast, keeps, self._draws_kept():
             fixed = {"head_loss": self.head_loss, "workspace": self._workspace}
             return tiled_layer_losses(
                 hidden_states, tokens, self._norm, self._head, weights, **fixed, **kwargs
             )
+
+    def _draws_kept(self):
+        """What dropout in the tail draws inside leaves the generators as the model's own forward left them."""
+        dropouts = [module for module in self._norm if isinstance(module, nn.Dropout)]
+        if not any(module.training and module.p > 0 for module in dropouts):
+            return nullcontext()
+        return random_state.preserved(random_state.accelerators(self._model), torch_only=True)
 
     def _check(self, inputs, dtype):
         """Compare the first, a middle and the last layer with their replay, and the own loss with its logits."""
@@ -202,6 +211,36 @@ class _Norm(nn.Sequential):
         return x
 
 
+class _Scale(nn.Module):
+    """The constant by which T5 multiplies what its head gets, where that is tied to the embeddings."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def _scale_before_head(model, tail, received) -> tuple[float, torch.Tensor] | tuple[None, None]:
+    """The constant by which the head's input is another than what a module before it made, and what that made; a root
+    of a number of the config, or of its inverse. `None` where the head gets what a module made, or a function is
+    between."""
+    made = [call.made[0] for call in tail if call.made and call.made[0].shape == received.shape]
+    if not made or any(share_storage(received, tensor) for tensor in made):
+        return None, None
+    config = getattr(_text_config(model), "__dict__", {})
+    numbers = {value for value in config.values() if type(value) in (int, float) and value > 0}
+    last = made[-1].double()
+    estimate = float((received.double() * last).sum() / last.square().sum())
+    candidates = [number**power for number in numbers for power in (-1.0, -0.5, 0.5, 1.0)]
+    factor = min(candidates, key=lambda candidate: abs(candidate - estimate), default=1.0)
+    error = (received.double() - factor * last).abs().max().item()
+    if not error <= 4 * torch.finfo(received.dtype).eps * received.abs().max().item():
+        return None, None
+    return factor, made[-1]
+
+
 def _text_config(model):
     """The config of the language model; a model that is not from transformers may have none."""
     config = getattr(model, "config", None)
@@ -247,6 +286,9 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
         raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
     head, reached, scores = heads[-1].module, heads[-1].received[0], heads[-1].made[0]
     chain = []
+    scale, scaled = _scale_before_head(model, tail, reached)
+    if scale is not None:
+        chain, reached = [_Scale(scale)], scaled
     for call in reversed(tail):
         if share_storage(reached, last):
             break

@@ -42,6 +42,7 @@ MODELS = {
     "BartForConditionalGeneration": BART | ENCODER_DECODER,
     "MBartForConditionalGeneration": BART | ENCODER_DECODER,
     "MT5ForConditionalGeneration": T5_DECODER | ENCODER_DECODER | {"tie_word_embeddings": False},
+    "T5ForConditionalGeneration": T5_DECODER | ENCODER_DECODER,  # with a scale before its head
     "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 WEIGHTS = torch.tensor([0.7, -0.4, 1.3])
@@ -434,3 +435,23 @@ def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides
     assert (tiled.std(0) > 0).all()
     assert ((tiled.mean(0) - replayed.mean(0)).abs() < 4 * error).all()
     torch.testing.assert_close(tiled.std(0), replayed.std(0), rtol=0.2, atol=0.0)
+
+
+def test_a_scale_before_the_head_is_found_in_the_config():
+    model = build("T5ForConditionalGeneration")
+    readout = probe(model, batch())
+    assert model.config.scale_decoder_outputs
+    assert [module.factor for module in readout._norm if hasattr(module, "factor")] == [
+        model.config.d_model**-0.5
+    ]
+
+
+def test_dropout_before_the_head_leaves_the_random_state_of_the_models_own_forward():
+    model, inputs = build("T5ForConditionalGeneration", dropout_rate=0.1), batch()
+    readout = probe(model, inputs)
+    torch.manual_seed(0)
+    model(**inputs)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    train_step(readout, model, inputs)
+    assert torch.equal(torch.rand(3), expected)

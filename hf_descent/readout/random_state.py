@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -9,9 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 
+_parameters = WeakKeyDictionary()  # model -> its parameters
+
+
 def accelerators(model) -> list[torch.device]:
     """The devices but the CPU on which `model` computes: where its parameters are, or where FSDP2 brings them."""
-    parameters = list(model.parameters())
+    parameters = _parameters_of(model)
     devices = {parameter.device for parameter in parameters}
     for kind in {
         parameter.device_mesh.device_type
@@ -21,6 +25,16 @@ def accelerators(model) -> list[torch.device]:
         if kind != "cpu":
             devices.add(torch.device(kind, torch.get_device_module(kind).current_device()))
     return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
+
+
+def _parameters_of(model) -> list[torch.nn.Parameter]:
+    """Kept from step to step, since the search through all modules takes longer than a kernel; found anew once a
+    wrapper has put others in their place."""
+    known = _parameters.get(model)
+    first = next(model.parameters(), None)
+    if known is None or not known or known[0] is not first:
+        known = _parameters[model] = list(model.parameters())
+    return known
 
 
 def torch_states(devices) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from ..compat import CHECKPOINT_FUNCTION, checkpoint_function
@@ -36,6 +37,7 @@ class LayerStack:
     neighbours: list[
         nn.Module
     ]  # the ancestors' children, the layers included; their calls are recorded and answered
+    norms: list[nn.Module]  # of the neighbours, those that may have running statistics
     adds_images: bool = (
         False  # whether features of images are added to the output of layers ("deepstack")
     )
@@ -92,17 +94,22 @@ def find_layer_stack(model, inputs) -> LayerStack:
         )
 
     path = list(accumulate(name.split("."), getattr, initial=model))
-    neighbours = {id(child): child for ancestor in path for child in called_children(ancestor)}
+    children = {id(child): child for ancestor in path for child in called_children(ancestor)}
+    neighbours = [
+        child for child in children.values() if not any(child is ancestor for ancestor in path)
+    ]
     return LayerStack(
         name=name,
         layers=list({id(layer): layer for layer in members[name]}.values()),
         num_layers=len(states),
         hidden_index=hidden_index,
         ancestors=path[1:],
-        neighbours=[
-            child
-            for child in neighbours.values()
-            if not any(child is ancestor for ancestor in path)
+        neighbours=neighbours,
+        norms=[
+            module
+            for child in neighbours
+            for module in child.modules()
+            if isinstance(module, _NormBase)
         ],
         adds_images=any(
             "deepstack" in name

@@ -6,7 +6,6 @@ from functools import partial
 from unittest import mock
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from . import random_state
@@ -200,9 +199,8 @@ def _check_layerdrop(model, stack):
 
 def off_in_replay(model, stack):
     """(object, name of its flag) pairs: outputs that need the layers, and statistics that a replay must not update."""
-    norms = [m for child in stack.neighbours for m in child.modules() if isinstance(m, _NormBase)]
     flags = config_flags((model, *stack.ancestors), _EXTRA_OUTPUTS)
-    return flags + [(norm, "track_running_stats") for norm in norms if norm.training]
+    return flags + [(norm, "track_running_stats") for norm in stack.norms if norm.training]
 
 
 def config_flags(modules, names):

@@ -40,3 +40,13 @@ def test_offloaded_parameters_are_those_of_the_device_that_computes(monkeypatch)
     )
     assert random_state.accelerators(model) == [torch.device("cuda", 3)]
     assert random_state.accelerators(torch.nn.Linear(2, 2)) == []
+
+
+def test_parameters_are_found_anew_where_others_take_their_place():
+    model = torch.nn.Linear(2, 2)
+    assert random_state.accelerators(model) == []
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    assert random_state._parameters_of(model)[0] is model.weight
+    random_state.accelerators(model)
+    again = random_state._parameters_of(model)
+    assert again is random_state._parameters_of(model)  # no search

@@ -721,6 +721,7 @@ class DescentTrainer(DescentMixin, Trainer):
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.
+            One call may serve several layers at once, so it should not count its calls or keep what it is given.
             A mean that weighs classes (`F.cross_entropy(logits, labels, weight=weight)`) divides by the weights of the
             labels in its micro-batch, so it depends on `gradient_accumulation_steps`. The sum divided by
             `num_items_in_batch` (`reduction="sum"`) does not.

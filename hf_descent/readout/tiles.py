@@ -163,7 +163,8 @@ class TiledReader:
             gradient, *of_norm = torch.autograd.grad(
                 normed, [inputs, *self.norm_parameters], x_grad.to(normed.dtype)
             )
-            group.gradient = gradient.view(*group.losses.shape, x.shape[1])
+            # As wide as the states: a projection before the head may make them narrower.
+            group.gradient = gradient.view(*group.losses.shape, inputs.shape[1])
             for total, own in zip(self.gradients[2:], of_norm):
                 total.add_(own)
 

@@ -1,5 +1,7 @@
 """The package as pip gets it: what is in the wheel and in the source distribution."""
 
+import json
+import runpy
 import shutil
 import tarfile
 import zipfile
@@ -37,3 +39,13 @@ def test_wheel_and_source_distribution(tmp_path):
     (archive,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         assert any(name.endswith("hf_descent/py.typed") for name in opened.getnames())
+
+
+def test_the_table_of_versions_is_that_of_the_results():
+    script = runpy.run_path(str(ROOT / ".ci" / "versions"))
+    results = json.loads(script["RESULTS"].read_text())
+    assert script["page"](results) == script["PAGE"].read_text()
+    oldest = results["oldest"]["releases"]
+    for name, release in script["floors"]().items():
+        assert oldest[name].startswith(release), f"{name}: run .ci/versions"
+    assert not any(result["failed"] for result in results.values())

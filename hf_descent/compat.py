@@ -106,6 +106,9 @@ PRIVATE_NAMES = {
     },
 }
 
+# Of these, what older releases do not have: there `draft_with` does not refuse a cache of the caller's.
+NEWER_NAMES = {"_is_user_defined"}
+
 
 # ---- gradient accumulation: transformers before 5.19 ----
 

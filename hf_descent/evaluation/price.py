@@ -74,8 +74,8 @@ class Price:
 
     @property
     def share(self) -> float | None:
-        """By what share f_L is above that of plain training; `None` without a plain run."""
-        return None if self.plain is None else self.loss / self.plain - 1
+        """By what share f_L is above that of plain training; `None` without a plain run, or one of no loss."""
+        return None if not self.plain else self.loss / self.plain - 1
 
     @property
     def reason(self) -> str:
@@ -88,9 +88,12 @@ class Price:
         if self.plain is None:
             text += "; no plain run to compare with"
         else:
-            text += f", plain training {self.plain:.4g} ({_percent(self.share)})"
+            text += f", plain training {self.plain:.4g}"
+            text += "" if self.share is None else f" ({_percent(self.share)})"
         for name, loss in self.references.items():
-            text += f"; {name} {loss:.4g} ({_percent(self.loss / loss - 1)})"
+            text += f"; {name} {loss:.4g}"
+            if loss > 0:  # a denoiser that copies its clean input has a loss of 0
+                text += f" ({_percent(self.loss / loss - 1)})"
         return text
 
 

@@ -85,13 +85,12 @@ def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog
 
     def poisoned(outputs, labels, num_items_in_batch=None):
         loss = F.cross_entropy(outputs["logits"], labels, reduction="mean")
-        poisoned.calls += torch.is_grad_enabled()
         # The value alone is spoilt, so that the weights stay finite.
-        return loss + float("nan") if poisoned.calls in range(13, 16) else loss
+        return loss + float("nan") if trainer.state.global_step == 4 else loss
 
-    poisoned.calls = 0
     args = config(tmp_path, max_steps=8, learning_rate=0.0, dual_optim="sgd")
-    trainer = trained(bert(), args, InOrder, train_dataset=DATA, compute_loss_func=poisoned)
+    trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=poisoned)
+    trainer.train()
     assert torch.isfinite(trainer.multipliers.values).all()
     assert caplog.text.count("was not finite") == 1
     assert trainer.state.global_step == 8 and trainer.multipliers.steps.item() == 7
@@ -123,7 +122,7 @@ def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
 
     bounds = [run(loss).problem.initial_loss_bound for loss in (None, shifted_loss)]
     assert bounds[0] == bounds[1] == pytest.approx(math.log(600), rel=0.05)
-    with pytest.raises(ValueError, match="measured for a loss other than the cross-entropy"):
+    with pytest.raises(ValueError, match="measured for a loss that is no cross-entropy"):
         run(lambda *given, **items: shifted_loss(*given, **items) ** 2)
 
 
@@ -161,7 +160,7 @@ def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp
 def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
     learned = trained(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=DATA)
     # Nothing changes any more: one row is met at once, so that patience runs out, and one never.
-    for targets, steps in (({"exit_targets": {1: 9.0}}, 6), ({"loss_targets": {1: 1e-6}}, 12)):
+    for targets, steps in (({"exit_targets": {1: 1.0}}, 6), ({"loss_targets": {1: 1e-6}}, 12)):
         args = config(
             tmp_path, max_steps=12, descent_alpha=None, eval_strategy="steps", eval_steps=2, save_strategy="steps",
             save_steps=2, load_best_model_at_end=True, metric_for_best_model="feasible_score", learning_rate=0.0,

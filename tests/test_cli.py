@@ -310,8 +310,9 @@ def test_no_module_imports_a_command_and_no_command_another():
         source = path.read_text(encoding="utf-8")
         if path.parent.name == "commands":
             assert set(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)) <= {
-                "training",
                 "arguments",
+                "closing",
+                "training",
             }, path
         elif path.name != "cli.py":
             assert not re.search(r"^ *(from|import) .*\bcommands\b", source, re.MULTILINE), path

@@ -34,6 +34,7 @@ PROBLEM = {
     "dual_learning_rate": 0.01,
     "resilience": 0.05,
     "negative_weights": "keep",
+    "max_last_layer_rise": None,  # the paper has no limit on the price
 }
 
 

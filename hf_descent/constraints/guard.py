@@ -8,18 +8,21 @@ to the loss f_L that the model has, so they even get easier when it gets worse. 
 with f_best the lowest value that the running mean of f_L has had so far. While f_L is above the limit the multipliers
 shrink by the share rho = `Multipliers.SHRINKAGE` in each dual step, whatever the violations g.
 
-**Where training rests.** If the constraints can be met within the limit, the guard does nothing there. Otherwise f_L
-moves along its limit, and multipliers grow in some steps and shrink in the others. With plain ascent (step size eta)
-and a share theta of the steps in which they shrink, lambda stands still where (1 - theta) eta g = theta rho lambda,
+**Where training rests.** If the constraints can be met within the limit, the guard does nothing there. Otherwise
+f_L swings below its limit, and multipliers grow in some steps and shrink in the others. With plain ascent (step size
+eta) and a share theta of the steps in which they shrink, lambda stands still where
+
+    (1 - theta) eta g = theta rho lambda,      that is,
 
     lambda = [g]_+ / c,      c = (rho / eta) theta / (1 - theta).
 
 This is the point of rest of resilience with the coefficient c (see `multipliers.py`), except that nobody has to choose
-c: it is the smallest one at which f_L keeps to its limit. In a convex problem the same point solves
+c: the guard finds one at which f_L keeps to its limit. In a convex problem the same point solves
 
-    minimise   sum of [g]_+^2      subject to   f_L <= (1 + delta) f_best,
+    minimise   sum of [g]_+^2      subject to   f_L <= its value at rest,
 
-whose multiplier is c: of all models within the limit, training finds the one that violates the constraints least.
+whose multiplier is c: of all models with that f_L, training finds the one that violates the constraints least. Since
+growth backs off after each rise (see "Pace"), f_L at rest lies a part of the way from f_best to its limit.
 
 **Noise.** A single batch says little about f_L, so the guard adds up evidence over steps (a CUSUM test). With s the
 standard deviation of a batch's f_L, estimated from the differences between successive steps, so that a trend does not

@@ -186,9 +186,9 @@ def test_it_begins_with_the_threshold_that_was_calibrated(tmp_path, monkeypatch)
 def test_the_space_has_the_same_page_and_the_package_s_requirements(tmp_path, monkeypatch):
     setup = configparser.ConfigParser()
     setup.read(SPACE.parents[1] / "setup.cfg")
-    assert (SPACE / "requirements.txt").read_text().split() == setup["options"][
-        "install_requires"
-    ].split()
+    needed = setup["options"]["install_requires"].split()
+    needed += setup["options.extras_require"]["commands"].split()
+    assert (SPACE / "requirements.txt").read_text().split() == sorted(needed)
     header = yaml.safe_load((SPACE / "README.md").read_text().split("---\n")[1])
     assert header["sdk"] == "gradio" and (SPACE / header["app_file"]).is_file()
     gradio = pytest.importorskip("gradio")

@@ -133,8 +133,9 @@ PLAIN = {"dual_optim": "sgd", "dual_learning_rate": 0.002}
 def test_constraints_beyond_the_limit_are_violated_as_little_as_it_allows(limit):
     needs = torch.tensor([0.9, 0.3])
     x, last = rest(needs.tolist(), max_last_layer_rise=limit, **PLAIN)
-    assert last == pytest.approx(1 + limit, abs=0.1 * limit)
-    expected = math.sqrt(2 * limit) * needs / needs.norm()
+    # Growth backs off after each rise, so that f_3 lies below its limit on average.
+    assert 1 + 0.5 * limit <= last <= 1 + limit
+    expected = math.sqrt(2 * (last - 1)) * needs / needs.norm()
     torch.testing.assert_close(x, expected, rtol=0.1, atol=0)
 
 

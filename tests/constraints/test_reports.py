@@ -338,9 +338,7 @@ def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
             assert (
                 verdict.warmup_share == pytest.approx(expected, rel=1e-3) and verdict.items == 256
             )
-            assert f"over 256 items, descent share {verdict.descent_share:.2f} (in training" in str(
-                verdict
-            )
+            assert f"over 256 items, descent share {verdict.descent_share:.2f}" in str(verdict)
             assert f"after warm-up, {expected:.2f})" in str(verdict)
 
 

@@ -63,6 +63,7 @@ def test_arms_of_one_setting_share_all_but_their_objective():
     values = {name: [str(each[name]) for each in arguments.values()] for name in arguments["erm"]}
     differing = {name for name, found in values.items() if len(set(found)) > 1}
     problem = {
+        "max_last_layer_rise",
         "resilience",
         "resilience_form",
         "slack_restart",
@@ -91,6 +92,7 @@ def test_what_is_set_is_not_searched(tmp_path):
     folder = options.study_folder(ways["descent"])
     search = cli.parse_arguments(tuned[folder].words)[1][1]
     assert search.n_trials == 5 and json.loads(search.search_space).keys() == {
+        "max_last_layer_rise",
         "resilience",
         "descent_strength",
     }
@@ -278,11 +280,8 @@ def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch,
                 options.results_folder(way, seed) / "layer_profile_gamma_1.json"
             )
             assert panel["rows"][arm]["layer_losses"][seed] == profile.losses.tolist()
-    assert (
-        panel["rows"]["descent"]["feasible"]
-        != [None, None]
-        == panel["rows"]["erm+noise"]["feasible"]
-    )
+    for arm in ("descent", "erm+noise"):  # plain training is judged, too
+        assert {type(met) for met in panel["rows"][arm]["feasible"]} == {bool}
     text = (out / "cpu" / "table4" / "results.md").read_text()
     assert (
         "AUC over [0, 3]" in text

@@ -96,11 +96,7 @@ def test_a_run_is_pushed_and_loads_without_the_package(tmp_path):
         assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
         assert commits[-1] == "End of training" and any("in progress" in title for title in commits)
         card = files["README.md"].decode()
-        assert (
-            check_card(card) == []
-            and "stanfordnlp/imdb" in card
-            and "accuracy at noise gamma 1" in card
-        )
+        assert check_card(card) == [] and "stanfordnlp/imdb" in card and "at noise gamma 1" in card
         assert (
             "base_model: tester/base" in hub.repos["tester/adapter"]["files"]["README.md"].decode()
         )
@@ -138,10 +134,7 @@ def test_a_recipe_pushes_what_it_measured_after_training(tmp_path):
             "noise.png",
         }
         assert written <= files.keys()
-        assert (
-            b"metric, test data" in files["README.md"]
-            and b"at noise gamma 0.5" in files["README.md"]
-        )
+        assert b"Gaussian noise on the input" in files["README.md"]
 
 
 @pytest.mark.slow

@@ -198,11 +198,9 @@ def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
     own.evaluate(classification_data(80, seed=1))
     own.create_model_card()
     card = (tmp_path / "own" / "README.md").read_text()
-    assert (
-        "210 rows to train the weights on; 210 others, a data set of their own (`dual_dataset`), moved"
-        in card
-    )
-    assert "none were evaluated in training, to choose by; the verdict is on 80 items." in card
+    assert "| trained the weights | 210 |" in card
+    assert "| moved the multipliers | 210 (a data set of their own) |" in card
+    assert "| evaluated in training, to choose by | none |" in card
 
 
 @pytest.mark.parametrize(("given", "told"), [

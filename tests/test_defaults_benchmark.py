@@ -39,5 +39,9 @@ def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     options = ["--smoke", "--seeds", "0", "--kinds", "denoiser", "--output", str(output)]
     table = benchmark.main(options)
     assert len(output.read_text().splitlines()) == 2 and "denoiser | defaults" in table
-    monkeypatch.setattr(benchmark, "measure", None)
+
+    def measured_again(*args, **kwargs):
+        raise AssertionError("a finished run is repeated")
+
+    monkeypatch.setattr(benchmark, "measure", measured_again)
     assert benchmark.main(options) == table

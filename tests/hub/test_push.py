@@ -96,7 +96,11 @@ def test_a_run_is_pushed_and_loads_without_the_package(tmp_path):
         assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
         assert commits[-1] == "End of training" and any("in progress" in title for title in commits)
         card = files["README.md"].decode()
-        assert check_card(card) == [] and "stanfordnlp/imdb" in card and "at noise gamma 1" in card
+        assert (
+            check_card(card) == []
+            and "stanfordnlp/imdb" in card
+            and "Gaussian noise on the input" in card
+        )
         assert (
             "base_model: tester/base" in hub.repos["tester/adapter"]["files"]["README.md"].decode()
         )

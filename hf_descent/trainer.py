@@ -161,7 +161,8 @@ class DescentMixin:
         if batches:  # of data without a length Trainer goes on asking
             self._record.step_starts.append(start)
         if batches and self._reads_layers:
-            self._prepare_training(batches)
+            if self._objective is None:
+                self._prepare_training(batches)
             if self._objective is not None:
                 self._read_last_layer()
 
@@ -196,7 +197,7 @@ class DescentMixin:
     def _prepare_training(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Find out on the batches of a step what this run needs to know, before anything is counted."""
         labelled = [batch for batch in batches if self._is_labelled(batch)]
-        if labelled and not self._is_prepared(self.model_wrapped):
+        if labelled:
             self._prepare(self.model_wrapped, preparation.prepared(self, labelled[0]))
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -206,7 +207,7 @@ class DescentMixin:
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
         if not is_labelled:
             raise checks.without_labels(self, inputs)
-        if not self._is_prepared(model):  # a subclass has just made the labels of this batch
+        if not self._is_prepared(model):  # an evaluation's first batch, late labels, another model
             self._prepare(model, inputs)
         if not is_step:
             return self._evaluation_loss(model, inputs, return_outputs)
@@ -448,9 +449,6 @@ class DescentMixin:
             ):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
-        if not self._is_prepared(model):
-            with self.compute_loss_context_manager():
-                self._prepare(model, self._prepare_inputs(inputs))
         if prediction_loss_only:
             prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
         else:

@@ -156,7 +156,7 @@ class LastLayerGuard:
     @property
     def limit(self) -> torch.Tensor:
         """The largest f_L allowed at present; infinite before there is a best value. A scalar tensor."""
-        return self.best + self.max_rise * self.best.abs()  # a loss of one's own may be negative
+        return self.best + self.max_rise * self.best.abs()  # a custom loss may be negative
 
     @property
     def growth(self) -> torch.Tensor:

@@ -211,7 +211,8 @@ class DescentState:
         # precision around a custom loop's call would round a product by `@`.
         weights = self.weights(step)
         if len(self._trained) < self.num_layers:
-            weights, layer_losses = weights[self._trained], layer_losses[self._trained]
+            weights = weights[self._trained]
+            layer_losses = layer_losses[self._trained]
         return (weights * layer_losses).sum()
 
     def _curriculum(self, step: int) -> tuple[int, int, int, int | None]:
@@ -275,7 +276,8 @@ class DescentState:
         growth = shrinks = None
         if self.guard is not None:
             self.guard.observe(layer_losses[-1])
-            growth, shrinks = self.guard.growth, self.guard.shrinks
+            growth = self.guard.growth
+            shrinks = self.guard.shrinks
         if self.args.objective == "descent" and not self.inactive(step):
             violations = self._violations(layer_losses)
             if self.args.normalize_violations:

@@ -166,12 +166,14 @@ class LabelColumn:
     """
 
     def __init__(self, rows: Dataset, left_out: Collection[int] = ()):
-        feature, values = rows.features["labels"], list(column_values(rows, "labels"))
+        feature = rows.features["labels"]
+        values = list(column_values(rows, "labels"))
         places = range(len(rows) + len(left_out))
         self.places = [place for place in places if place not in left_out]
         self.names: list[str] | None = None
         if isinstance(feature, ClassLabel):
-            self.names, values = feature.names, feature.int2str(values)
+            self.names = feature.names
+            values = feature.int2str(values)
         else:
             values = [label.strip() if isinstance(label, str) else label for label in values]
         self.labels: list[Label] = values

@@ -36,10 +36,9 @@ def docstring_lines(tree: ast.Module) -> set[int]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Module, ast.ClassDef, Function)) or not node.body:
             continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            if isinstance(first.value.value, str):
-                lines.update(range(first.lineno, first.end_lineno + 1))
+        if ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            lines.update(range(first.lineno, first.end_lineno + 1))
     return lines
 
 
@@ -161,7 +160,7 @@ def measure(path: Path) -> Counter:
         counts["merge"] += is_merge(node)
         counts["walrus"] += isinstance(node, ast.NamedExpr)
     blank = {number for number, line in enumerate(source.splitlines(), 1) if not line.strip()}
-    for name, function in functions(tree):
+    for _, function in functions(tree):
         span = range(function.lineno, function.end_lineno + 1)
         if len(span) >= 15:
             counts["long functions' lines"] += len(lines.intersection(span))

@@ -32,8 +32,8 @@ from .constraints.problem import DescentProblem
 from .constraints.state import STATE_NAME, DescentState
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .evaluation.side_by_side import SideBySide, plain_profile
-from .hub.card import PAPER, TAGS
-from .hub.push import write_card
+from .hub.facts import write_card
+from .hub.render import PAPER, TAGS
 from .losses.task import TaskLoss
 from .models import give_linear_readout
 from .noise.embedding_noise import EmbeddingNoise

@@ -13,8 +13,8 @@ from transformers import AutoModelForSequenceClassification
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.evaluation import LayerProfile, NoiseCurve
 from hf_descent.evaluation.comparison import compare
-from hf_descent.hub.card import render
-from hf_descent.hub.push import collect
+from hf_descent.hub.facts import collect
+from hf_descent.hub.render import render
 
 
 OLD = Path(__file__).with_name("run_of_0.1")

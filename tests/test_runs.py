@@ -6,7 +6,7 @@ import pytest
 from runs import make_curve, make_profile
 
 from hf_descent.evaluation import LayerProfile, NoiseCurve
-from hf_descent.hub.push import collect
+from hf_descent.hub.facts import collect
 from hf_descent.runs import RunFolder
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..hub.push import OPTIONAL_FILES, collect, write_card
+from ..hub.facts import OPTIONAL_FILES, collect, write_card
 from ..runs import RunFolder
 from .closing import next_step
 

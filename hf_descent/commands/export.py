@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..early_exit import truncate
-from ..hub.push import OWN_MODELS
+from ..hub.facts import OWN_MODELS
 from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
 from .closing import next_step
 

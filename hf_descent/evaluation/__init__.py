@@ -1,11 +1,13 @@
-"""How good a model is under noise (`robustness`) and at every layer (`profile`), on held-out data.
+"""Measures a model on held-out data: at each noise level (`noise_curves`) and at each layer (`profiles`), with a
+verdict on its constraints (`certificates`).
 
-Reading order: `sums`, `scoring`, `robustness`, `perturbations`, `profile`, `certificates`, `comparison`, `plots`.
+Reading order: `sums`, `scoring`, `noise_curves`, `perturbations`, `row_sums`, `intervals`, `profiles`, `price`,
+`certificates`, `side_by_side`, `comparison`, `plots`.
 """
 
 from .certificates import Certificate, certify
-from .profile import LayerProfile, layer_profile, layer_profiles
-from .robustness import NoiseCurve, noise_curve
+from .noise_curves import NoiseCurve, noise_curve
+from .profiles import LayerProfile, layer_profile, layer_profiles
 
 
 __all__ = [

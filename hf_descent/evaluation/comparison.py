@@ -23,8 +23,8 @@ from ..configs import upper_level
 from ..extras import extra_needed
 from ..runs import RunFolder
 from .certificates import Certificate
-from .profile import LayerProfile
-from .robustness import NoiseCurve
+from .noise_curves import NoiseCurve
+from .profiles import LayerProfile
 from .scoring import format_table
 from .sums import check_confidence
 

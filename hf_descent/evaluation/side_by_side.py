@@ -9,7 +9,7 @@ from typing import Any
 from ..configs import DescentArguments
 from ..runs import RunFolder
 from .certificates import MET, Certificate
-from .profile import LayerProfile
+from .profiles import LayerProfile
 from .scoring import format_table
 
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ..evaluation.scoring import Result, name_of
 from ..files import read_json
-from ..hub.push import hub_id, listed
+from ..hub.facts import hub_id, listed
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .records import RunRecord

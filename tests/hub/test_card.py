@@ -20,8 +20,8 @@ from hf_descent.configs import DescentArguments
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from hf_descent.evaluation import Certificate, LayerProfile
 from hf_descent.evaluation.certificates import ALSO_SELECTED
-from hf_descent.hub.card import answers, metrics_of, render, settings_that_acted
-from hf_descent.hub.push import collect, plain, write_card
+from hf_descent.hub.facts import collect, plain, write_card
+from hf_descent.hub.render import answers, metrics_of, render, settings_that_acted
 from hf_descent.runs import RunFolder
 
 

@@ -9,7 +9,7 @@ from tiny import bert, classification_data, language_data, llama
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.early_exit import ConfidenceReport, ExitProfile
-from hf_descent.hub.card import render
+from hf_descent.hub.render import render
 from hf_descent.loading import load_model as load_adapted
 
 

@@ -33,7 +33,7 @@ from transformers import (
 from hf_descent import DescentObjective, DescentTrainer, cli, layer_logits
 from hf_descent.configs import DescentArguments
 from hf_descent.early_exit import truncate
-from hf_descent.hub.push import collect
+from hf_descent.hub.facts import collect
 
 
 TEXTS = classification_data(32)

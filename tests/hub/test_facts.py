@@ -15,7 +15,7 @@ from tiny import bert, llama, spread, word_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_descent.early_exit import SpeculationProfile, draft_with
-from hf_descent.hub.push import write_card
+from hf_descent.hub.facts import write_card
 from hf_descent.runs import RunFolder
 
 

@@ -1,6 +1,6 @@
 """Gathers what a run's folder says, and writes the model card and its figures.
 
-[`collect`] returns plain values, kept as `model_card.json`, of which [`~hub.card.render`] makes the card. The trainer
+[`collect`] returns plain values, kept as `model_card.json`; [`~hub.render.render`] makes the card of them. The trainer
 writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` adds what was measured since.
 """
 
@@ -21,13 +21,13 @@ from ..configs import upper_level
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import Run
-from ..evaluation.robustness import SUMMARIES
+from ..evaluation.noise_curves import SUMMARIES
 from ..evaluation.scoring import Result
 from ..extras import is_installed
 from ..files import atomic_write, find_json, plain
 from ..loading import ADAPTER, no_model_in
 from ..runs import RunFolder
-from .card import PAPER, TAGS, benchmark_entry, metrics_of, render
+from .render import PAPER, TAGS, benchmark_entry, metrics_of, render
 
 
 logger = logging.get_logger(__name__)

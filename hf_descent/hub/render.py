@@ -10,7 +10,7 @@ from huggingface_hub.constants import ENDPOINT
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from ..constraints.objectives import UNCONSTRAINED
-from ..evaluation.robustness import SUMMARIES
+from ..evaluation.noise_curves import SUMMARIES
 
 
 TAGS = ["hf_descent", "descent"]
@@ -97,7 +97,7 @@ PEFT_TASKS = (
 
 
 def render(card: Mapping[str, Any]) -> ModelCard:
-    """The model card of what [`~hub.push.collect`] gathered: at least `model_name`, `architecture`, `objective`,
+    """The model card of what [`~hub.facts.collect`] gathered: at least `model_name`, `architecture`, `objective`,
     `library_name` and `paper`. Results that are missing are left out."""
     may_be_missing = (
         "descent",

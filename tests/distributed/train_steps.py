@@ -59,6 +59,11 @@ def partly_labelled(count):
     return rows
 
 
+def with_another_label_from(first, rows):
+    """The rows, all with the label 0, which is soon learned, and from row `first` on with the label 1."""
+    return [{**row, "labels": int(index >= first)} for index, row in enumerate(rows)]
+
+
 def sft_trainer(model, output, settings, data, lora):
     from datasets import Dataset
 
@@ -128,6 +133,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
     )
     os.environ.update(environment or {})
     evaluate_first, rows = settings.pop("evaluate_first", False), settings.pop("rows", 80)
+    change = settings.pop("labels_change_at", None)
     model, data = {
         "classification": lambda: (bert(), classification_data(rows)),
         "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
@@ -137,6 +143,8 @@ def train(output, task, batch=8, accumulation=1, **settings):
         "readout": lambda: (bert(), classification_data(80)),
         "own loss": lambda: (gpt2(), language_data(80)),
     }[task]()
+    if change is not None:
+        data = with_another_label_from(change, data)
     # Past the pooler, whose parameters then have no gradient.
     readout = {"readout": lambda model, hidden, inputs: model.classifier(hidden[:, 0])}.get(task)
     settings = {
@@ -197,6 +205,9 @@ def train(output, task, batch=8, accumulation=1, **settings):
         "steps": gather([trainer.state.global_step], use_gather_object=True),
         "dual_steps": 0 if trainer.multipliers is None else trainer.multipliers.steps.item(),
         "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],
+        "rises": [
+            log["last_layer_rise"] for log in trainer.state.log_history if "last_layer_rise" in log
+        ],
         "path": [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log],
         "multipliers": gather([values.tolist()], use_gather_object=True),
         "noise": gather([[draw.tolist() for draw in noise]], use_gather_object=True),

@@ -258,6 +258,15 @@ class UnchunkedLoss:
             self.loss_type = "nll"
 
 
+def chunked_divergence() -> type[torch.autograd.Function] | None:
+    """TRL's divergence of two models' tokens in tiles of logits; `None` without TRL, or before its 1.16."""
+    try:
+        from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+    except ImportError:
+        return None
+    return ChunkedDivergenceFunction
+
+
 # ---- what a trainer counts from the first training to the last ----
 
 

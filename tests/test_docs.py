@@ -326,6 +326,7 @@ def test_the_code_of_the_documentation_runs(page, tmp_path, monkeypatch):
     names = {
         "model": bert(),
         "tokenizer": word_tokenizer(),
+        "train": train,
         "validation": validation,
         "test": test,
     }

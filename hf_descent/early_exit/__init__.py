@@ -3,6 +3,7 @@
 from .confidence import ConfidenceExit, ConfidenceReport
 from .drafting import draft_with
 from .exits import ExitProfile, exit_profile
+from .healing import HealingTrainer
 from .layer_sets import LayerSetProfile, find_layer_sets, layer_set_profile
 from .speculation import SpeculationProfile, speculation_profile
 from .truncation import keep_layers, truncate
@@ -12,6 +13,7 @@ __all__ = [
     "ConfidenceExit",
     "ConfidenceReport",
     "ExitProfile",
+    "HealingTrainer",
     "LayerSetProfile",
     "SpeculationProfile",
     "draft_with",

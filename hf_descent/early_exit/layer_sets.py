@@ -2,7 +2,7 @@
 
 A model that stops early leaves out its last layers. Those in the middle are often worth less. The search is greedy: it
 leaves out, one after the other, the layer without which the loss on the search rows is least. Every set contains the
-next one, so one search gives a model for every size. Nothing is trained; see [`~early_exit.healing`] for that.
+next one, so one search gives a model for every size. Nothing is trained; see [`~early_exit.HealingTrainer`] for that.
 
 Leaving out blocks in the middle: Gromov et al. (2024), "The Unreasonable Ineffectiveness of the Deeper Layers", arXiv
 2403.17887; Men et al. (2024), "ShortGPT", arXiv 2403.03853.

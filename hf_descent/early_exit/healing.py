@@ -1,0 +1,240 @@
+"""Healing: what is left of a model after layers were left out learns to predict what the whole model predicts.
+
+The layers before the gap stay as they are, so that both models share them. Copies of those that follow the gap are
+trained: the whole model is not changed. A single copied layer behind layer k is the set {1..k, L}.
+
+Sources: Hinton et al. (2015), "Distilling the Knowledge in a Neural Network", arXiv 1503.02531; Gromov et al. (2024),
+"The Unreasonable Ineffectiveness of the Deeper Layers", arXiv 2403.17887, which heals after leaving out layers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from ..losses.task import TaskLoss
+from ..readout.head import HeadReadout
+from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, with_decoder_inputs
+from ..readout.replay import Readout, evaluating
+from ..readout.stack import embeddings, intercepted
+from .divergence import HeadInput, divergences, token_divergences
+from .partial import PartialForward
+from .truncation import example_inputs, keep_layers
+
+
+logger = logging.get_logger(__name__)
+
+
+class HealingTrainer(Trainer):
+    """Cuts a model to some of its layers, and trains those that follow the gap to predict what all layers predict.
+
+    The loss is the KL divergence from the whole model's predictions to the shorter one's, a mean over the labelled
+    rows or tokens; of models that predict numbers it is their squared difference. Labels only say what is read.
+    `trainer.model` is the shorter model, an ordinary checkpoint for `from_pretrained`. `evaluate()` gives the same
+    loss on other rows; [`~early_exit.layer_set_profile`] compares both models by their own loss.
+
+    Args:
+        model (`PreTrainedModel`): the whole model, which is left as it is. Merge a PEFT model first.
+        args (`TrainingArguments`, *optional*): as of `Trainer`.
+        layers (sequence of `int`): the layers to keep, increasing numbers in 1..L, such as `[*range(1, 16), 30]`.
+        train_all (`bool`): train all weights, not only the layers that follow the gap.
+        token_fraction (`float`): share of the labelled tokens that a step of a language model reads, in (0, 1].
+        inputs (`dict`, *optional*): a batch for `model(**inputs)`, as of [`keep_layers`].
+        arguments: `train_dataset`, `data_collator`, `processing_class` and the others of `Trainer`.
+
+    ValueError where the layers cannot be left out, none is left out, or nothing would be trained; for several labels a
+    row, weights that are shared out over processes, or several GPUs in one process.
+
+    Example:
+
+    ```python
+    trainer = HealingTrainer(model, args, layers=[*range(1, 16), 30], train_dataset=rows)
+    trainer.train()
+    trainer.save_model("out/half-depth")
+    ```
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments | None = None,
+        *,
+        layers: Sequence[int],
+        train_all: bool = False,
+        token_fraction: float = 1.0,
+        inputs: Mapping[str, Any] | None = None,
+        **arguments,
+    ):
+        if not 0 < token_fraction <= 1:
+            raise ValueError(f"`token_fraction` is {token_fraction}; give a share in (0, 1].")
+        short = keep_layers(model, layers, inputs)
+        batch = example_inputs(model) if inputs is None else inputs
+        whole_stack = Readout.probe(model, batch).stack
+        stack = Readout.probe(short, batch).stack
+        shared = shared_layers(layers, whole_stack.num_layers, train_all)
+        if not train_all:
+            short.requires_grad_(False)
+            for layer in stack.layers[shared:]:
+                layer.requires_grad_(True)
+
+        super().__init__(short, args, **arguments)
+        _check_arguments(self)
+        self.whole_model = model.to(self.args.device)
+        self.token_fraction = token_fraction
+        # The loss is divided by the items of all micro-batches of a step, so Trainer has to count them.
+        self.model_accepts_loss_kwargs = True
+        self._whole_stack = whole_stack
+        self._stack = stack
+        self._shared = shared
+        self._task = None
+        self._tokens = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The divergence of a batch; with its outputs, whose logits are made only for `compute_metrics`."""
+        self._prepare_reading(inputs)
+        needs_logits = return_outputs and self.compute_metrics is not None
+        if self._tokens is None or needs_logits:
+            losses, outputs, items = self._by_logits(model, inputs)
+        else:
+            losses, outputs, items = self._by_head_inputs(model, inputs)
+
+        loss = losses.sum() / max(losses.numel(), 1)
+        if num_items_in_batch is not None:
+            loss = loss * items / num_items_in_batch
+            if self.args.average_tokens_across_devices:  # DDP takes the mean of the gradients
+                loss = loss * self.accelerator.num_processes
+        return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+
+    def _prepare_reading(self, inputs: Mapping[str, Any]) -> None:
+        """Find out on the first batch what the labels predict, and whether the logits can be left unmade."""
+        if self._task is not None:
+            return
+        labels = labels_of(inputs, self.label_names)
+        if labels is None:
+            raise ValueError(
+                f"A batch has the keys {sorted(inputs)} and no labels, which say what is read: add `labels`."
+            )
+        self._task = TaskLoss.probe(self.model, inputs, label_names=self.label_names)
+        if are_token_labels(labels):
+            try:
+                short = self._task.short(inputs)
+                self._tokens = HeadReadout.probe(self.model, short, self._task.shifts_labels)
+            except ValueError as error:
+                logger.info(f"The logits of all tokens are made: {error}")
+        if self._tokens is None and self.token_fraction < 1:
+            raise ValueError(
+                f"`token_fraction` is {self.token_fraction}; {type(self.model).__name__} is read on all rows: use 1."
+            )
+
+    def _by_logits(self, model, inputs):
+        """The divergence of each item, the shorter model's outputs, and the number of items."""
+
+        def read(unwrapped: nn.Module, call: Callable):
+            outputs = call(**inputs)
+            logits, labels = self._task.predictions(outputs, inputs)
+            return outputs, logits, labels
+
+        (_, target, labels), (outputs, logits, _) = self._read_both(model, read)
+        problem = getattr(self.model.config, "problem_type", None)
+        if problem == "multi_label_classification":
+            raise ValueError(
+                f"{type(self.model).__name__} gives several labels a row, which has no one distribution: it cannot "
+                "be healed. Cut it by `keep_layers`, and fine-tune it."
+            )
+        if labels.is_floating_point():
+            losses = (logits - target).float().square().flatten()
+        else:
+            losses = divergences(target, logits)[labels != IGNORE_INDEX]
+        outputs = {name: value for name, value in outputs.items() if name != "loss"}
+        return losses, outputs, losses.numel()
+
+    def _by_head_inputs(self, model, inputs):
+        """The same of a language model, whose outputs are left out."""
+        tokens = self._tokens.tokens(inputs, self.token_fraction, same=True)
+        rows = tokens.rows if tokens.samples is None else tokens.rows[tokens.samples[0]]
+        labels = {*self.label_names, "labels", "shift_labels"}
+
+        def read(unwrapped: nn.Module, call: Callable) -> HeadInput:
+            given = with_decoder_inputs(unwrapped, inputs)
+            given = {name: value for name, value in given.items() if name not in labels}
+            with head_input(unwrapped) as found:
+                call(**given)
+            hidden = found["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]
+            return HeadInput(hidden, embeddings(unwrapped, "output"))
+
+        target, predicted = self._read_both(model, read)
+        with self.accelerator.autocast():
+            losses = token_divergences(target, predicted, self._tokens.head_loss)
+        return losses, {}, len(tokens.rows)
+
+    def _read_both(self, model, read: Callable) -> tuple[Any, Any]:
+        """`read(unwrapped model, call)` of the whole model, and of the shorter one from the last shared layer on."""
+        shared = self._whole_stack.layers[: self._shared]
+        with evaluating(self.whole_model), self.accelerator.autocast(), last_output(shared) as last:
+            target = read(self.whole_model, self.whole_model)
+
+        forward = PartialForward(model, self._stack)
+        rest = partial(forward, self._shared + 1, self._stack.num_layers, last.get("output"))
+        with forward.attached():
+            return target, read(self.model, rest)
+
+
+def shared_layers(layers: Sequence[int], num_layers: int, train_all: bool) -> int:
+    """How many of the first layers stay as in the whole model; ValueError where nothing would be trained."""
+    kept = list(layers)
+    everything = list(range(1, num_layers + 1))
+    if kept == everything:
+        raise ValueError(f"`layers` is {layers!r}: no layer is left out. Leave out some.")
+    if train_all:
+        return 0
+    shared = 0
+    while shared < len(kept) and kept[shared] == shared + 1:
+        shared += 1
+    if shared == len(kept):
+        raise ValueError(
+            f"`layers` is {layers!r}: no layer follows those that are left out, so none would be trained. Add layer "
+            f"{num_layers}, or give `train_all=True`."
+        )
+    return shared
+
+
+@contextmanager
+def last_output(layers: Sequence[nn.Module]) -> Iterator[dict]:
+    """What the last of the `layers` returns inside, under "output"; nothing where there are none."""
+    found = {}
+
+    def record(layer, call, *args, **kwargs):
+        found["output"] = call(*args, **kwargs)
+        return found["output"]
+
+    with intercepted(layers[-1:], record):
+        yield found
+
+
+@contextmanager
+def head_input(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """What the head of a language model is given inside, `[batch, seq, hidden]`, as "hidden"; it makes no logits."""
+    found = {}
+
+    def record(head, call, hidden):
+        found["hidden"] = hidden
+        return hidden.new_empty((*hidden.shape[:-2], 0, head.out_features))
+
+    with intercepted([embeddings(model, "output")], record):
+        yield found
+
+
+def _check_arguments(trainer: Trainer) -> None:
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            "`HealingTrainer` uses one GPU a process: start it by `accelerate launch` or `torchrun`."
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "`HealingTrainer` needs whole weights in each process: leave out `fsdp` and `deepspeed`."
+        )

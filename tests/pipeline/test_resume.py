@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -260,6 +261,10 @@ def compile_layers(model):
     layers = model.vit.layers
     for number, layer in enumerate(layers):
         layers[number] = torch.compile(layer, backend="eager")
+    try:
+        Accelerator().unwrap_model(model)
+    except KeyError:  # of accelerate 1.10
+        pytest.skip("this release of accelerate unwraps no model with layers compiled by hand")
 
 
 def mix_precisions(model):

@@ -178,8 +178,10 @@ def test_unused_columns_do_not_matter(tmp_path):
 
     rows = [{"text": "a", "label": 1, "x": 1}, {"text": "b", "label": 0, "x": {"y": [None, "z"]}}]
     assert read(write_lines(tmp_path / "rows.jsonl", rows))["label"][:] == [1, 0]
-    rows = [{"text": "a", "label": 1, "x": "half \ud83d"}]
-    assert read(write_lines(tmp_path / "half.jsonl", rows))["label"][:] == [1]
+    (tmp_path / "twice.jsonl").write_text(
+        '{"label": 1, "x": {"y": 1, "y": 1e-400}, "z": "\\ud83d"}'
+    )
+    assert read(tmp_path / "twice.jsonl")["label"][:] == [1]
 
     table = {"text": ["a"], "label": [1], "day": [datetime.date(2020, 1, 1)], "raw": [b"\xff"]}
     table["map"] = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
@@ -204,8 +206,29 @@ def test_the_first_line_tells_the_separator(tmp_path, content, columns, expected
     assert {name: row[name] for name in columns} == expected
 
 
+@pytest.mark.parametrize(
+    ("content", "text", "is_said"),
+    [
+        ('text,label\n"a, b\nc",1\ne,0\n', "a, b\nc", True),
+        ('text,label\n"a, b\nc, d",1\ne,0\n', "a, b\nc, d", False),
+        ('text|label\n"a | b\nc | d"|1\n', "a | b\nc | d", False),
+        ('text\n"a\nb"\n', "a\nb", False),
+    ],
+)
+def test_lines_of_a_text_that_could_be_rows_are_said(tmp_path, caplog, content, text, is_said):
+    (tmp_path / "rows.csv").write_text(content)
+    assert read(tmp_path / "rows.csv")["text"][0] == text
+    assert ("1 values in quotes hold several lines" in caplog.text) == is_said
+
+
+def test_a_column_of_many_values_does_not_make_lines_rows(tmp_path):
+    rows = [[str(number), "x"] for number in range(2_000)]
+    path = write_csv(tmp_path / "rows.csv", [["id", "text"], *rows, ["2000", "a\n5,b"]])
+    assert read(path, ("text",))["text"][-1] == "a\n5,b"
+
+
 def test_long_texts_are_read(tmp_path):
-    path = write_csv(tmp_path / "rows.csv", [["text", "label"], ["x" * 200_000, "1"]])
+    path = write_csv(tmp_path / "rows.csv", [["y" * 200_000, "text"], ["1", "x" * 200_000]])
     assert len(read(path)["text"][0]) == 200_000
     assert csv.field_size_limit() == 131_072  # as it was
 
@@ -217,7 +240,7 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv", 'text,label\nb,0\n"a,1\nb,0\n', "unexpected end of data"),
         ("rows.csv", "text,label\nx,1\na, b,1\n", "line 3 has 3 values for 2 columns"),
         ("rows.csv", "text,label\na,b,c,d,1\n", "line 2 has 5 values for 2 columns"),
-        ("rows.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n', "several lines with the separator"),
+        ("rows.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n', "several lines, each of them like a row"),
         ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
         ("rows.csv", "text,label\n", "no rows below its first line"),
         ("rows.csv", "", "it is empty"),
@@ -231,7 +254,11 @@ def test_long_texts_are_read(tmp_path):
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', "line 2 .*Save the file as UTF-8"),
         ("rows.csv", "text,label\na,1\n".encode("utf-16"), "line 1 is not in UTF-8"),
         ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file"),
-        ("rows.csv.gz", gzip.compress(b"text,label\na,1\n" * 99, mtime=0)[:30], "ended before"),
+        (
+            "rows.csv.gz",
+            gzip.compress(b"text,label\n" + b"a,1\n" * 99, mtime=0)[:30],
+            "ended before",
+        ),
         ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n{"text": "b"} x\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n[1]\n', r"row 2 is \[1\]"),
@@ -239,10 +266,39 @@ def test_long_texts_are_read(tmp_path):
         ("rows.json", "[]", "it has no rows"),
         ("rows.csv", "text,label\na, b,\nc,1\n", "line 3 has 2 values, and lines above have 3"),
         ("rows.csv", "text,label\nc,1\na, b,\n", "line 3 has 3 values, and lines above have 2"),
-        ("rows.csv", 'label|text\n1|"a\n0|b"\n', "line 3 ends a value .* several lines"),
-        ("rows.tsv", 'label\ttext\r1\t"a\r0\tb"\r', "line 3 ends a value .* several lines"),
+        ("rows.csv", 'label|text\n1|"a\n0|b"\n', "line 3 ends .* lines, each of them like a row"),
+        (
+            "rows.tsv",
+            'label\ttext\r1\t"a\r0\tb"\r',
+            "line 3 ends .* lines, each of them like a row",
+        ),
+        ("rows.csv", 'label,text\n1,"a\n0,b\n1,c"\n0,d\n', "line 4 ends .* like a row"),
+        ("rows.csv", 'text;label\n"a;1\n\nb;0\nc";1\nd;0\n', "line 5 ends .* like a row"),
+        ("rows.csv", 'text,pair,label\n"a,,1\nb,,0\nc",,7\nd,,9\n', "line 4 ends .* like a row"),
+        ("rows.csv", "text,label\na,1\ntext, label\nb,0\n", "line 3 repeats the names of the col"),
+        ("rows.csv", "text,label\na,1\n".encode("utf-16-le"), "null character.* not in UTF-8"),
+        ("rows.csv", gzip.compress(b"text,label\na,1\n", mtime=0), "let its name end in .gz"),
+        ("rows.jsonl.gz", gzip.compress(b"", mtime=0), "it is empty"),
+        ("rows.jsonl", '{"text": "a"}\n{"label": 9007199254740993.0}', "row 2: `label` .* digits"),
+        (
+            "rows.jsonl",
+            '{"label": 1}\n{"label": 1.00000000000000000001}',
+            "row 2: `label` .* digits",
+        ),
+        (
+            "rows.json",
+            '{"0": {"text": "a", "label": 0}}',
+            'one object without .* `orient="records"`',
+        ),
+        ("rows.json", '{"data": [{"text": "a"}]}', "one object without"),
+        (
+            "rows.json",
+            '{\n"columns": ["text"], "index": [0],\n"data": [["a"]]}',
+            "one object without",
+        ),
+        ("rows.json", '{"text": ["a", "b"], "label": [0]}', "different lengths, .1, 2."),
         ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream"),
-        ("rows.jsonl", '{"text": "a", "label": 0, "label": 1}', "line 1: .* two values of 'label'"),
+        ("rows.jsonl", '{"text": "a", "label": 0, "label": 1}', "two values of 'label'"),
         ("rows.json", '[{"text": "a", "text": "b"}]', "two values of 'text'"),
         ("rows.jsonl", '{"text": "a\\ud83d"}\n{"text": 1}', "row 1: `text` .* half a character"),
         pytest.param(
@@ -257,7 +313,11 @@ def test_long_texts_are_read(tmp_path):
             "recursion",
             id="many brackets",
         ),
-        ("rows.json", '{"text": {"0": "a"},\n"label": {"1": 0}}', "neither rows nor columns"),
+        (
+            "rows.json",
+            '{"text": {"0": "a"},\n"label": {"1": 0}}',
+            "its columns have different keys",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
@@ -310,3 +370,10 @@ def test_parquet_columns_of_one_name_matter_only_where_they_are_used(tmp_path):
     assert read(path).to_list() == [{"text": "a", "label": 0}]
     with pytest.raises(ValueError, match="two of its columns have the name 'x'"):
         read(path, ("text", "x"))
+
+
+def test_a_column_of_pairs_of_keys_and_values_is_no_label(tmp_path):
+    labels = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    parquet.write_table(pyarrow.table({"text": ["a"], "label": labels}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"its column 'label' has the type map<.*cannot be used"):
+        read(tmp_path / "rows.parquet")

@@ -16,6 +16,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ..constraints.problem import AT_CHANCE
+from ..evaluation.certificates import MET, NOT_MET, NOT_SHOWN
+from ..evaluation.intervals import confidence_limits, values_of_rows
+from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import (
     Evaluation,
     Result,
@@ -24,8 +28,10 @@ from ..evaluation.scoring import (
     metric_value,
     name_of,
 )
-from ..evaluation.sums import radius
 from ..logs import progress_bar
+from ..losses.constant import chance_of
+from ..losses.layerwise import find_layer_losses
+from ..losses.rows import RowLosses
 from ..readout.replay import Readout, evaluating
 from .truncation import check_layers, skipping
 
@@ -35,12 +41,14 @@ class LayerSetProfile(Result):
     """What a model is worth with only some of its layers, on held-out data; the first of n sets is all layers.
 
     Attributes:
-        layers (`list[list[int]]`): the n sets, 1-based.
+        layers (`list[list[int]]`): the n sets, 1-based, each smaller than the one before.
         metric (`str`): name of the metric.
         losses, values (float64 `[n]`): the task loss and the metric.
         ratios (float64 `[n]`): each loss over that of all layers.
-        ratio_radii (float64 `[n]`): half-widths of the 95 % intervals of the ratios.
+        lower, upper (float64 `[n]`): ends of the 95 % intervals of the ratios; infinite where there are too few rows.
         items (`int`): labelled rows or tokens that were read.
+        max_rise (`float`): the share by which the loss may rise; the verdicts are about it.
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
     """
 
     layers: list[list[int]]
@@ -48,29 +56,63 @@ class LayerSetProfile(Result):
     losses: np.ndarray
     values: np.ndarray
     ratios: np.ndarray
-    ratio_radii: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
     items: int
+    max_rise: float = 0.05
+    chance: float | None = None
 
-    def smallest(self, max_rise: float) -> list[int]:
-        """The smallest set whose loss is shown, with 95 % confidence, to be at most `max_rise` (a share) above that of
-        all layers; all layers where none is."""
-        fits = (self.ratios + self.ratio_radii <= 1 + max_rise).tolist()
-        sets = [kept for kept, is_shown in zip(self.layers, fits) if is_shown]
-        return min(sets, key=len, default=self.layers[0])
+    @property
+    def verdicts(self) -> list[str]:
+        """Of each set, whether its loss is at most `max_rise` above that of all layers: "met" and "not met" where the
+        interval shows it, else "not shown", as where the loss is no better than chance."""
+        limit = 1 + self.max_rise
+        at_chance = AT_CHANCE * self.chance if self.chance else np.inf
+        verdicts = []
+        for loss, lower, upper in zip(self.losses, self.lower, self.upper):
+            if lower > limit:
+                verdicts.append(NOT_MET)
+            elif upper <= limit and loss < at_chance:
+                verdicts.append(MET)
+            else:
+                verdicts.append(NOT_SHOWN)
+        return verdicts
+
+    @property
+    def smallest(self) -> int:
+        """The number, from 0 on, of the smallest set that meets `max_rise` together with all larger ones; 0 where only
+        the whole model does. The sets are tested in this order, so that each verdict keeps its confidence."""
+        passing = 0
+        for index, verdict in enumerate(self.verdicts[1:], start=1):
+            if verdict != MET:
+                break
+            passing = index
+        return passing
+
+    @property
+    def headline(self) -> str:
+        """The verdict on leaving out layers in one line: of the smallest set that is met, else of the first set."""
+        index = self.smallest if self.smallest else min(1, len(self.layers) - 1)
+        rise = 100 * (self.ratios[index] - 1)
+        return f"VERDICT: {self.verdicts[index].upper()}, price {rise:+.1f} %"
 
     def __str__(self) -> str:
-        rows = [["layers", "left out", "loss", "of all layers", "+- (95 %)", self.metric]]
+        title = f"at most {100 * self.max_rise:+g} %"
+        rows = [["layers", "left out", "loss", "rise", "95 % interval", self.metric, title]]
         everything = self.layers[0]
-        for index, kept in enumerate(self.layers):
+        for index, (kept, verdict) in enumerate(zip(self.layers, self.verdicts)):
             dropped = sorted(set(everything) - set(kept))
+            ends = 100 * (np.array([self.lower[index], self.upper[index]]) - 1)
+            interval = f"{ends[0]:+.1f} to {ends[1]:+.1f} %" if np.isfinite(ends).all() else "-"
             rows.append(
                 [
                     f"{len(kept)}",
                     spans(dropped) if dropped else "none",
                     f"{self.losses[index]:.4g}",
-                    f"{self.ratios[index]:.3f}",
-                    f"{self.ratio_radii[index]:.2g}",
+                    f"{100 * (self.ratios[index] - 1):+.1f} %",
+                    interval if dropped else "",
                     f"{self.values[index]:.4g}",
+                    verdict if dropped else "",
                 ]
             )
         return format_table(rows)
@@ -144,41 +186,59 @@ def find_layer_sets(
 
 
 def layer_set_profile(
-    model: nn.Module, dataset: Dataset | DataLoader, layers: Sequence[Sequence[int]], **settings
+    model: nn.Module,
+    dataset: Dataset | DataLoader,
+    layers: Sequence[Sequence[int]],
+    max_rise: float = 0.05,
+    **settings,
 ) -> LayerSetProfile:
     """Loss and metric of `model` with each of several sets of `layers`, on `dataset`; all layers come first.
 
-    Arguments and errors are as of [`find_layer_sets`].
+    `max_rise` is the share by which the loss may rise. Other arguments and errors are as of [`find_layer_sets`].
     """
     evaluation = Evaluation(model, dataset, **settings)
-    stack = None
-    blocks = []
+    everything = None
+    labels = None
+    rows = RowSums()
+    total = 0.0
     with evaluating(model):
         for _, batch in evaluation.batches("Sets of layers"):
-            if stack is None:
-                stack = Readout.probe(model, batch).stack
+            if everything is None:
+                found = find_layer_losses(model, batch, evaluation.task, needs_logits=True)
+                stack = found.readout.stack
+                row_losses = RowLosses(evaluation.task, found.predictor)
                 everything = list(range(1, stack.num_layers + 1))
-                sets = [check_layers(kept, stack) for kept in layers]
-                sets = [everything, *(kept for kept in sets if kept != everything)]
-            found = []
+                others = [check_layers(kept, stack) for kept in layers]
+                sets = [everything, *(kept for kept in others if kept != everything)]
+            if found.predictor is not None:
+                labels = found.predictor.of_batch(evaluation.task, batch).plus(labels)
+
+            sums = []
+            splits = []
             for kept in sets:
                 with skipping(stack, kept):
-                    found.append(evaluation.score(model(**batch), batch))
-            blocks.append(torch.stack(found))  # [sets, 4]
-    blocks = torch.stack(blocks).numpy()  # [batches, sets, 4]
-    total = blocks.sum(axis=0)
+                    outputs = model(**batch)
+                sums.append(evaluation.score(outputs, batch))
+                splits.append(row_losses.split(outputs, batch))
+            sums = torch.stack(sums)  # [sets, 4]
+            items = evaluation.task.count(batch)
+            means = (sums[:, 2] / sums[:, 3].clamp(min=1)).float()  # [sets]
+            rows = rows.plus(*row_losses.joined(splits, means.to(items.device), items))
+            total = total + sums.numpy()
 
-    def ratios(sums: np.ndarray) -> np.ndarray:
-        losses = mean_loss(sums)  # [sets]
-        return losses / losses[0]
-
+    row_sums = rows.gathered(over_processes=False).sums  # [rows, sets + 1]
+    ratios, ratios_of_rows = values_of_rows(lambda losses: losses / losses[0], row_sums)
+    lower, upper = confidence_limits(ratios_of_rows)
     metric = name_of(evaluation.metric)
     return LayerSetProfile(
         layers=sets,
         metric=metric,
-        losses=mean_loss(total),
+        losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
         values=metric_value(metric, evaluation.scale, total),
-        ratios=ratios(total),
-        ratio_radii=np.broadcast_to(radius(ratios, blocks), len(sets)),
+        ratios=ratios,
+        lower=lower,
+        upper=upper,
         items=round(total[0, 3]),
+        max_rise=max_rise,
+        chance=chance_of(labels, of_all=False),
     )

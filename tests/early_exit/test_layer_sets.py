@@ -18,6 +18,7 @@ from hf_descent.early_exit import (
     truncate,
 )
 from hf_descent.early_exit.layer_sets import LayerSetProfile, layers_in, spans
+from hf_descent.evaluation.intervals import confidence_limits
 from hf_descent.readout.replay import output_logits
 
 
@@ -134,38 +135,74 @@ def test_the_profile_is_that_of_the_shorter_models(name):
     np.testing.assert_allclose(profile.ratios, np.divide(expected, expected[0]), rtol=1e-5)
 
 
-def test_the_interval_of_a_ratio_is_paired():
-    rows = classification_data(30, pad=False)
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_the_interval_of_a_ratio_is_paired_and_of_rows(batch_size):
+    """By the delta method: the ratio of two means over rows is nearly a mean over rows."""
+    rows = classification_data(200, pad=False)
     model = spread(bert(num_layers=4))
-    profile = layer_set_profile(model, rows, [[1, 2, 4]], batch_size=1)
+    profile = layer_set_profile(model, rows, [[1, 2, 4]], batch_size=batch_size)
     losses = np.array(
         [
             [mean_loss(without(model, kept), [row]) for kept in ([1, 2, 3, 4], [1, 2, 4])]
             for row in rows
         ]
     )
-    total = losses.sum(0)
-    left_out = total - losses  # the jackknife: the ratio without each row
-    values = 30 * total[1] / total[0] - 29 * left_out[:, 1] / left_out[:, 0]
-    radius = stats.t.ppf(0.975, 29) * values.std(ddof=1) / np.sqrt(30)
-    assert profile.ratio_radii[1] == pytest.approx(radius, rel=1e-4)
-    assert profile.ratio_radii[0] == 0
+    whole, short = losses.mean(0)
+    of_rows = short / whole + (losses[:, 1] - short / whole * losses[:, 0]) / whole
+    lower, upper = confidence_limits(of_rows)
+    assert profile.lower[1] == pytest.approx(lower, rel=1e-4)
+    assert profile.upper[1] == pytest.approx(upper, rel=1e-4)
+    assert profile.lower[0] == profile.upper[0] == 1
+    counts = np.bincount([int(row["labels"]) for row in rows]) / len(rows)
+    assert profile.chance == pytest.approx(stats.entropy(counts), rel=1e-4)
 
 
-def test_the_smallest_set_is_one_that_is_shown_to_be_good_enough():
-    profile = LayerSetProfile(
-        layers=[[1, 2, 3], [1, 3], [3]],
+def test_too_few_rows_show_nothing():
+    model = spread(bert(num_layers=2))
+    profile = layer_set_profile(model, classification_data(10), [[1]], max_rise=1e6)
+    assert profile.verdicts[1] == "not shown" and profile.smallest == 0
+
+
+def profile_with(max_rise, chance=None):
+    return LayerSetProfile(
+        layers=[[1, 2, 3, 4], [1, 3, 4], [1, 3], [3]],
         metric="accuracy",
-        losses=[1.0, 1.04, 1.5],
-        values=[0.9, 0.9, 0.5],
-        ratios=[1.0, 1.04, 1.5],
-        ratio_radii=[0.0, 0.02, 0.1],
+        losses=[1.0, 1.04, 1.5, 1.02],
+        values=[0.9, 0.9, 0.5, 0.9],
+        ratios=[1.0, 1.04, 1.5, 1.02],
+        lower=[1.0, 1.02, 1.4, 1.01],
+        upper=[1.0, 1.06, 1.6, 1.03],
         items=100,
+        max_rise=max_rise,
+        chance=chance,
     )
-    assert profile.smallest(0.1) == [1, 3]
-    assert profile.smallest(0.05) == [1, 2, 3]
-    assert profile.smallest(0.7) == [3]
-    assert "2 " in str(profile) and "1.040" in str(profile)
+
+
+@pytest.mark.parametrize(
+    ("max_rise", "chance", "verdicts", "smallest", "headline"),
+    [
+        # The last set is good enough, but a larger one is not: that is luck more often than not.
+        (0.1, None, ["met", "not met", "met"], 1, "VERDICT: MET, price +4.0 %"),
+        (0.05, None, ["not shown", "not met", "met"], 0, "VERDICT: NOT SHOWN, price +4.0 %"),
+        (0.015, None, ["not met", "not met", "not shown"], 0, "VERDICT: NOT MET, price +4.0 %"),
+        (0.7, None, ["met", "met", "met"], 3, "VERDICT: MET, price +2.0 %"),
+        (0.7, 1.2, ["met", "not shown", "met"], 1, "VERDICT: MET, price +4.0 %"),
+    ],
+)
+def test_the_verdict_on_sets(max_rise, chance, verdicts, smallest, headline, tmp_path):
+    profile = profile_with(max_rise, chance)
+    profile.to_json(tmp_path / "sets.json")
+    for known in (profile, LayerSetProfile.from_json(tmp_path / "sets.json")):
+        assert known.verdicts[1:] == verdicts
+        assert known.smallest == smallest
+        assert known.headline == headline
+
+
+def test_sets_are_told_by_what_they_leave_out():
+    lines = str(profile_with(0.1)).splitlines()
+    assert lines[0].split()[:2] == ["layers", "left"] and "at most +10 %" in lines[0]
+    assert lines[2].split()[:2] == ["3", "2"] and "+2.0 to +6.0 %" in lines[2]
+    assert lines[4].split()[:2] == ["1", "1-2,4"]
 
 
 @pytest.mark.parametrize(

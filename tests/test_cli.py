@@ -312,6 +312,7 @@ def test_no_module_imports_a_command_and_no_command_another():
             assert set(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)) <= {
                 "arguments",
                 "closing",
+                "held_out",
                 "training",
             }, path
         elif path.name != "cli.py":

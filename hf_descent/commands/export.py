@@ -1,13 +1,16 @@
-"""`hf-descent export MODEL --layer K --output_dir DIR`: the first K layers as a checkpoint, and how to serve it."""
+"""`hf-descent export MODEL --layer K --output_dir DIR`: some layers as a checkpoint, and how to serve it."""
 
 import argparse
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..early_exit import truncate
+from ..early_exit import keep_layers, truncate
+from ..early_exit.layer_sets import layers_in, spans
 from ..hub.facts import OWN_MODELS
 from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
 from .closing import next_step
@@ -30,7 +33,8 @@ As a draft of the whole model, whose text stays what it is:
     --speculative-draft-model-path {draft} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens 5
   python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf \\
-    --spec-type draft-simple -md draft.gguf --spec-draft-n-max 4
+    --spec-type draft-simple -md draft.gguf --spec-draft-n-max 4"""
+NO_CHECKPOINT = """
 Without this checkpoint, and no layer run twice: whole.generate(**inputs, custom_generate=draft_with({layer}))"""
 ONNX = """\
 With ONNX Runtime, for rows of any number and length:
@@ -39,85 +43,116 @@ With ONNX Runtime, for rows of any number and length:
   inputs = AutoTokenizer.from_pretrained("{draft}")(texts, padding=True, return_tensors="np")
   logits = session.run(["logits"], {{name: inputs[name] for name in names}})[0]"""
 MERGED = "\n{model} holds an adapter: {whole} stands for what `hf-descent export {model} --layer {depth}` writes."
+AUTO_CLASSES = {
+    "ForImageClassification": "AutoModelForImageClassification",
+    "ForSequenceClassification": "AutoModelForSequenceClassification",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="output folder of a run, or a name on the Hub; adapters are merged"
     )
-    parser.add_argument(
-        "--layer", type=int, required=True, help="the last layer to keep, from 1 on"
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--layer", type=int, help="keep the layers from 1 up to this one")
+    which.add_argument(
+        "--layers", nargs="+", metavar="LAYER", help="keep just these, as in 1-3,6 or 1 2 3 6"
     )
     parser.add_argument(
         "--output_dir", required=True, help="folder for the checkpoint, new or empty"
     )
-    formats = "a checkpoint for `from_pretrained`, or a graph for ONNX Runtime, which computes whole texts anew"
     parser.add_argument(
-        "--format", choices=("transformers", "onnx"), default="transformers", help=formats
+        "--format",
+        choices=("transformers", "onnx"),
+        default="transformers",
+        help="a checkpoint for `from_pretrained`, or a graph for ONNX Runtime (no cache of keys and values)",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes the first layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
+    """Writes some layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
     template and generation config, and prints commands that serve it. ValueError where the folder holds something, or
     the model has no such layer or cannot be cut by its config."""
-    for package in ("onnx", "onnxscript") if args.format == "onnx" else ():
-        import_module(package)  # raises before a model is loaded
+    layers = layers_in(",".join(args.layers)) if args.layers else None
+    is_onnx = args.format == "onnx"
+    if is_onnx:
+        for package in ("onnx", "onnxscript"):
+            import_module(package)  # raises before a model is loaded
     folder = Path(args.output_dir)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`output_dir` {args.output_dir!r} is not empty; name another.")
-    model, whole = load_model(args.model, images=True), args.model
+
+    model = load_model(args.model, images=True)
     is_adapter = hasattr(model, "merge_and_unload")
     if is_adapter:
-        model, whole = model.merge_and_unload(), "WHOLE"
-    architecture = type(model).__name__
-    reads_images = architecture.endswith("ForImageClassification")
-    if reads_images and args.format == "onnx":
-        raise ValueError(f"{architecture} reads images: only texts are exported with `onnx`.")
-    if reads_images:
-        processing, inputs = load_image_processor(args.model), None
-    else:
-        processing = load_tokenizer(args.model)
-        inputs = dict(processing(["Two rows of text."] * 2, return_tensors="pt"))
-    config = model.config.get_text_config()
-    drafts = architecture in CAUSAL_LMS
-    if not drafts and not reads_images and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = processing.pad_token_id  # by it causal ones find a row's last token
-    short = truncate(model, args.layer, inputs)
-    if args.format == "onnx":
+        model = model.merge_and_unload()
+    processing, inputs = _processing(args.model, model, is_onnx)
+    short = _shortened(model, args.layer, layers, inputs)
+
+    if is_onnx:
         save_onnx(short, inputs, folder)
     else:
         short.save_pretrained(folder)
     if processing is not None:
         processing.save_pretrained(folder)
-    depth = config.num_hidden_layers
-    auto_class = "AutoModelForSequenceClassification"
-    if drafts:
-        auto_class = "AutoModelForCausalLM"
-    elif reads_images:
-        auto_class = "AutoModelForImageClassification"
-    text = (
-        STANDALONE
-        + (SERVED if drafts else "")
-        + (DRAFTING if drafts and args.layer < depth else "")
-    )
-    text += MERGED if drafts and is_adapter and args.layer < depth else ""
-    facts = {
+
+    names = {
         "model": args.model,
-        "whole": whole,
+        "whole": "WHOLE" if is_adapter else args.model,
         "draft": folder,
         "layer": args.layer,
-        "depth": depth,
+        "depth": model.config.get_text_config().num_hidden_layers,
     }
-    facts["registers"] = "import hf_descent.models; " * architecture.startswith(OWN_MODELS)
-    print(
-        (ONNX if args.format == "onnx" else text).format(
-            architecture=architecture, auto_class=auto_class, **facts
-        )
-    )
-    print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")
-    if args.format != "onnx":
+    print(ONNX.format(**names) if is_onnx else how_to_use(type(model).__name__, names))
+    kept = f"The first {args.layer}" if layers is None else f"Layers {spans(layers)}"
+    print(f"\n{kept} of {names['depth']} layers are in {folder}.")
+    if not is_onnx:
         print(next_step(f"show {folder}", "shows what its layers predict"))
+
+
+def _processing(name: str, model: PreTrainedModel, is_onnx: bool) -> tuple[Any, dict | None]:
+    """What prepares the inputs of the model `name`, and a batch of it; no batch of images."""
+    architecture = type(model).__name__
+    if architecture.endswith("ForImageClassification"):
+        if is_onnx:
+            raise ValueError(f"{architecture} reads images: only texts are exported with `onnx`.")
+        return load_image_processor(name), None
+
+    tokenizer = load_tokenizer(name)
+    config = model.config.get_text_config()
+    if architecture not in CAUSAL_LMS and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = tokenizer.pad_token_id  # by it causal ones find a row's last token
+    return tokenizer, dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt"))
+
+
+def _shortened(
+    model: PreTrainedModel, layer: int | None, layers: list[int] | None, inputs: dict | None
+) -> PreTrainedModel:
+    if layers is None:
+        return truncate(model, layer, inputs)
+    return keep_layers(model, layers, inputs)
+
+
+def how_to_use(architecture: str, names: Mapping[str, Any]) -> str:
+    """The lines that load and serve a checkpoint, and use that of a language model as a draft of the whole one."""
+    auto_class = "AutoModelForCausalLM"
+    for ending, name in AUTO_CLASSES.items():
+        if architecture.endswith(ending):
+            auto_class = name
+    registers = "import hf_descent.models; " if architecture.startswith(OWN_MODELS) else ""
+
+    parts = [STANDALONE]
+    if architecture in CAUSAL_LMS:
+        parts.append(SERVED)
+    if architecture in CAUSAL_LMS and names["layer"] != names["depth"]:
+        parts.append(DRAFTING)
+        if names["layer"] is not None:
+            parts.append(NO_CHECKPOINT)
+        if names["whole"] != names["model"]:
+            parts.append(MERGED)
+    return "".join(parts).format(
+        architecture=architecture, auto_class=auto_class, registers=registers, **names
+    )
 
 
 def save_onnx(model: PreTrainedModel, inputs: dict[str, Tensor], folder: Path) -> None:
@@ -127,9 +162,8 @@ def save_onnx(model: PreTrainedModel, inputs: dict[str, Tensor], folder: Path) -
     model.config.get_text_config().use_cache = False  # keys and values are no outputs
     # Few of ONNX Runtime's operations know bfloat16.
     exported = OnnxExporter().export(model.float(), inputs, config=OnnxConfig(dynamic=True))
-    if any(
-        str(size).isdigit() for given in exported.program.graph.inputs for size in given.shape
-    ):  # as Mamba's
+    sizes = [size for graph_input in exported.program.graph.inputs for size in graph_input.shape]
+    if any(str(size).isdigit() for size in sizes):  # as Mamba's
         raise ValueError(
             f"{type(model).__name__} has a graph for texts of one length: use `--format transformers`."
         )

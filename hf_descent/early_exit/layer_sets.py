@@ -62,11 +62,11 @@ class LayerSetProfile(Result):
     max_rise: float = 0.05
     chance: float | None = None
 
-    @property
-    def verdicts(self) -> list[str]:
-        """Of each set, whether its loss is at most `max_rise` above that of all layers: "met" and "not met" where the
-        interval shows it, else "not shown", as where the loss is no better than chance."""
-        limit = 1 + self.max_rise
+    def verdicts(self, max_rise: float | None = None) -> list[str]:
+        """Of each set, whether its loss is at most `max_rise` (by default the profile's) above that of all layers:
+        "met" and "not met" where the interval shows it, else "not shown", as where the loss is no better than chance.
+        """
+        limit = 1 + (self.max_rise if max_rise is None else max_rise)
         at_chance = AT_CHANCE * self.chance if self.chance else np.inf
         verdicts = []
         for loss, lower, upper in zip(self.losses, self.lower, self.upper):
@@ -78,29 +78,30 @@ class LayerSetProfile(Result):
                 verdicts.append(NOT_SHOWN)
         return verdicts
 
-    @property
-    def smallest(self) -> int:
-        """The number, from 0 on, of the smallest set that meets `max_rise` together with all larger ones; 0 where only
-        the whole model does. The sets are tested in this order, so that each verdict keeps its confidence."""
-        passing = 0
-        for index, verdict in enumerate(self.verdicts[1:], start=1):
+    def smallest(self, max_rise: float | None = None) -> list[int]:
+        """The smallest set that meets `max_rise` (by default the profile's), as all larger ones do; all layers where no
+        other does. The sets are tested from the largest on, so that the choice is as sure as each verdict."""
+        smallest = self.layers[0]
+        for kept, verdict in zip(self.layers[1:], self.verdicts(max_rise)[1:]):
             if verdict != MET:
                 break
-            passing = index
-        return passing
+            smallest = kept
+        return smallest
 
     @property
     def headline(self) -> str:
         """The verdict on leaving out layers in one line: of the smallest set that is met, else of the first set."""
-        index = self.smallest if self.smallest else min(1, len(self.layers) - 1)
+        index = self.layers.index(self.smallest())
+        if index == 0:
+            index = min(1, len(self.layers) - 1)
         rise = 100 * (self.ratios[index] - 1)
-        return f"VERDICT: {self.verdicts[index].upper()}, price {rise:+.1f} %"
+        return f"VERDICT: {self.verdicts()[index].upper()}, price {rise:+.1f} %"
 
     def __str__(self) -> str:
         title = f"at most {100 * self.max_rise:+g} %"
         rows = [["layers", "left out", "loss", "rise", "95 % interval", self.metric, title]]
         everything = self.layers[0]
-        for index, (kept, verdict) in enumerate(zip(self.layers, self.verdicts)):
+        for index, (kept, verdict) in enumerate(zip(self.layers, self.verdicts())):
             dropped = sorted(set(everything) - set(kept))
             ends = 100 * (np.array([self.lower[index], self.upper[index]]) - 1)
             interval = f"{ends[0]:+.1f} to {ends[1]:+.1f} %" if np.isfinite(ends).all() else "-"

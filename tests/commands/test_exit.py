@@ -200,7 +200,7 @@ def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path
         assert {len(prompt) for prompt in seen["prompts"]} == {length} and seen[
             "max_new_tokens"
         ] == new
-    with pytest.raises(ValueError, match="takes either that or `instructions`"):
+    with pytest.raises(ValueError, match="takes one of the two"):
         seen_by_the_profile(monkeypatch, *words, "--instructions", data)
 
 
@@ -216,7 +216,7 @@ def test_rows_that_are_left_out_are_counted(tmp_path, monkeypatch, capsys):
     rows = [{"instruction": f"w{i}", "output": "w1" if i else ""} for i in range(3)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     seen_by_the_profile(monkeypatch, folder, "--instructions", tmp_path / "rows.json")
-    assert "Dropped 1 of the 3 rows: they are without `output`." in capsys.readouterr().out
+    assert "Dropped 1 of the 3 rows: they have no `output`." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answered", [True, False])

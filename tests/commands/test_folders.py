@@ -137,7 +137,7 @@ def test_exit_takes_a_checkpoint_of_a_script(tmp_path, capsys):
     words = ["--train_file", str(tmp_path / "rows.jsonl"), "--max_seq_length=12", "--repeats=1"]
     words += ["--validation_split_percentage", "40"]
     cli.main(["exit", str(tmp_path / "checkpoint-2"), *words])
-    assert "drawn from those of the training split" in capsys.readouterr().out
+    assert "drawn from the training split" in capsys.readouterr().out
     assert (tmp_path / "checkpoint-2" / "exit_profile.json").is_file()
 
 

@@ -160,7 +160,7 @@ def test_the_interval_of_a_ratio_is_paired_and_of_rows(batch_size):
 def test_too_few_rows_show_nothing():
     model = spread(bert(num_layers=2))
     profile = layer_set_profile(model, classification_data(10), [[1]], max_rise=1e6)
-    assert profile.verdicts[1] == "not shown" and profile.smallest == 0
+    assert profile.verdicts()[1] == "not shown" and profile.smallest() == [1, 2]
 
 
 def profile_with(max_rise, chance=None):
@@ -193,8 +193,9 @@ def test_the_verdict_on_sets(max_rise, chance, verdicts, smallest, headline, tmp
     profile = profile_with(max_rise, chance)
     profile.to_json(tmp_path / "sets.json")
     for known in (profile, LayerSetProfile.from_json(tmp_path / "sets.json")):
-        assert known.verdicts[1:] == verdicts
-        assert known.smallest == smallest
+        assert known.verdicts()[1:] == verdicts
+        assert known.smallest() == known.layers[smallest]
+        assert profile_with(0.0).smallest(max_rise) == known.layers[smallest] or chance
         assert known.headline == headline
 
 

@@ -1,0 +1,163 @@
+"""The held-out rows that `exit` and `lens` read, of a classifier of texts or images or of a language model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..data.alpaca import completion_labels, read_instructions
+from ..data.images import ImageCollator, load_image_classification
+from ..data.reading import load_file
+from ..data.splits import check_texts
+from ..data.text import (
+    DataArguments,
+    align_classes,
+    load_text_classification,
+    most_tokens,
+    tokenize,
+)
+from ..loading import (
+    best_device,
+    load_image_processor,
+    load_model,
+    load_tokenizer,
+    position_limit,
+)
+from .arguments import SOURCES, record_of
+
+
+Pair = Mapping[str, Any]  # a `prompt` and its `completion`, or `None`
+
+
+@dataclass
+class HeldOutRows:
+    """Rows of a classifier to choose by, others to report on, and the settings of an evaluation that reads them."""
+
+    validation: Dataset
+    test: Dataset
+    settings: dict[str, Any]
+
+
+def load_whole_model(name: str) -> PreTrainedModel:
+    """A classifier of texts or images, or a language model, on this machine's device; adapters are merged, since
+    their layers are read and cut with those of their base."""
+    model = load_model(name, images=True).to(best_device())
+    if hasattr(model, "merge_and_unload"):
+        model = model.merge_and_unload()
+    return model
+
+
+def is_classifier(model: PreTrainedModel) -> bool:
+    name = type(model).__name__
+    return "ForSequenceClassification" in name or name.endswith("ForImageClassification")
+
+
+def classifier_rows(
+    name: str, model: PreTrainedModel, data_args: DataArguments, image_column: str
+) -> HeldOutRows:
+    """The validation and test rows of a classifier, as one half of the validation rows each without test rows."""
+
+    if type(model).__name__.endswith("ForImageClassification"):
+        dataset = load_image_classification(data_args, image_column, data_args.label_column)
+        dataset = align_classes(dataset, model.config.id2label)
+        collator = ImageCollator(model, load_image_processor(name), dataset["validation"])
+        settings = {"data_collator": collator, "remove_unused_columns": False}
+    else:
+        tokenizer = load_tokenizer(name)
+        dataset = _tokenized(load_text_classification(data_args), model, tokenizer, data_args)
+        settings = {"processing_class": tokenizer}
+    _warn_of_training_rows(name, data_args)
+
+    # Without test rows one half of the others is for the report.
+    validation = dataset["validation"]
+    test = dataset.get("test")
+    if test is None:
+        halves = validation.train_test_split(0.5, seed=data_args.split_seed)
+        validation = halves["train"]
+        test = halves["test"]
+    return HeldOutRows(validation, test, settings)
+
+
+def _tokenized(
+    dataset: DatasetDict,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataArguments,
+) -> DatasetDict:
+    limit = most_tokens(tokenizer, model, data_args.max_seq_length)
+    # All that is left for the training rows to do is to name the columns.
+    dataset["train"] = dataset["train"].select([0])
+    return tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
+
+
+def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
+    """Say where the rows to measure on are drawn from those of training, and no record says how that drew its own."""
+    is_named = data_args.validation_split or data_args.validation_file
+    if not is_named and not record_of(name).keys() & {*SOURCES}:
+        print(
+            "Warning: the validation rows are drawn from the training split, so the model may have been trained on "
+            "them. Name other rows by `--validation_split` or `--validation_file`.\n"
+        )
+
+
+def read_texts(argument: str, path: str, column: str) -> list[Pair]:
+    """The texts of a file, which `argument` gives, as prompts without a completion."""
+    texts = load_file(argument, path, [column])
+    check_texts(texts, path, column)
+    return [{"prompt": text, "completion": None} for text in texts[column]]
+
+
+def read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+    """The instructions of a file; where some have an answer, only those: an answer has another loss than a prompt."""
+    pairs = read_instructions(path, prompt_format, tokenizer, ["input", "output"])
+    answered = [pair for pair in pairs if pair["completion"]]
+
+    if not answered:
+        return pairs
+    if len(answered) < len(pairs):
+        print(
+            f"Dropped {len(pairs) - len(answered)} of the {len(pairs)} rows: they have no `output`."
+        )
+    return answered
+
+
+def labelled_rows(
+    pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, limit: int, shortest: int = 1
+) -> list[dict[str, Any]]:
+    """Token ids and labels of each pair, cut to `limit` tokens; rows of at most `shortest` tokens are dropped.
+    ValueError where none is longer."""
+    rows = [
+        {**completion_labels(pair, tokenizer, limit), "prompt": pair["prompt"]} for pair in pairs
+    ]
+    long_enough = [row for row in rows if len(row["input_ids"]) > shortest]
+    if not long_enough:
+        raise ValueError(
+            f"`prompt_length` is {shortest}; no text, cut to {limit} tokens, is longer."
+        )
+    if len(long_enough) < len(rows):
+        count = len(rows) - len(long_enough)
+        print(f"Dropped {count} of the {len(rows)} rows: they have at most {shortest} tokens.")
+    return long_enough
+
+
+def tokens_to_read(model: PreTrainedModel, data_args: DataArguments) -> int:
+    """How many tokens of a text a language model is measured on."""
+    chosen = 512 if data_args.max_seq_length is None else data_args.max_seq_length
+    positions = position_limit(model)
+    return chosen if positions is None else min(chosen, positions)
+
+
+def results_folder(name: str, output_dir: str | None) -> Path:
+    """Where results about the model `name` go: `output_dir`, or the model's own folder, or this one."""
+    if output_dir is not None:
+        return Path(output_dir)
+    return Path(name) if Path(name).is_dir() else Path(".")
+
+
+def collator_of(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
+    """Pads the rows of a language model on the right."""
+    tokenizer.padding_side = "right"
+    return DataCollatorForSeq2Seq(tokenizer)

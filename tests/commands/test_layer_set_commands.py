@@ -1,0 +1,186 @@
+"""From `exit --fewest_layers` to `export --layers`: which layers to leave out, and the model without them."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tiny import bert, llama, spread, word_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from hf_descent import cli
+from hf_descent.early_exit import find_layer_sets
+from hf_descent.early_exit.layer_sets import LayerSetProfile
+
+
+LAYERS = 4
+IDLE = 2  # the layer that does nothing
+COUNT = 60
+
+
+def silenced(model):
+    """The model with a layer that hands on what it receives, by weights that are zero."""
+    stack = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    assert len(stack) == LAYERS
+    names = (
+        "attention.output.dense",
+        "output.dense",
+        "o_proj",
+        "down_proj",
+        "fc2",
+        "attention.o_proj",
+    )
+    for name, module in stack[IDLE - 1].named_modules():
+        if isinstance(module, torch.nn.Linear) and name.endswith(names):
+            module.weight.data.zero_()
+            if module.bias is not None:
+                module.bias.data.zero_()
+    return model.eval()
+
+
+def words_of(row):
+    return " ".join(f"w{(7 * row + place * (row % 5 + 1)) % 38}" for place in range(10))
+
+
+def written(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def text_files(tmp_path, model):
+    """Rows that the model classifies as they are labelled, so that its loss is far below chance."""
+    texts = [words_of(row) for row in range(2 * COUNT)]
+    inputs = word_tokenizer()(texts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        labels = model(**inputs).logits.argmax(-1).tolist()
+    rows = [{"text": text, "label": label} for text, label in zip(texts, labels)]
+    whole = written(tmp_path / "train.jsonl", rows)
+    validation = written(tmp_path / "validation.jsonl", rows[:COUNT])
+    test = written(tmp_path / "test.jsonl", rows[COUNT:])
+    return ["--train_file", whole, "--validation_file", validation, "--test_file", test], inputs
+
+
+def image_files(tmp_path, model):
+    pixels = np.random.default_rng(0).normal(size=(2 * COUNT, 1, 8, 8)).astype("float32")
+    inputs = {"pixel_values": torch.from_numpy(pixels)}
+    with torch.no_grad():
+        labels = model(**inputs).logits.argmax(-1).tolist()
+    flags = ["--image_column", "pixels", "--label_column", "label"]
+    parts = {"train": slice(None), "validation": slice(COUNT), "test": slice(COUNT, None)}
+    for name, part in parts.items():
+        path = str(tmp_path / f"{name}.parquet")
+        Dataset.from_dict({"pixels": pixels[part].tolist(), "label": labels[part]}).to_parquet(path)
+        flags += [f"--{name}_file", path]
+    return flags, inputs
+
+
+def vit():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    pictures = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=LAYERS, **sizes, **pictures))
+
+
+CLASSIFIERS = {
+    "bert": (lambda: bert(num_layers=LAYERS), text_files, AutoModelForSequenceClassification),
+    "vit": (vit, image_files, AutoModelForImageClassification),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_layer_that_does_nothing_is_left_out_and_the_exported_model_is_the_same(
+    name, tmp_path, capsys
+):
+    make, files, auto_class = CLASSIFIERS[name]
+    model = silenced(spread(make()))
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    flags, inputs = files(tmp_path, model)
+    cli.main(["exit", str(tmp_path / "model"), *flags, "--fewest_layers", "2"])
+
+    printed = capsys.readouterr().out
+    profile = LayerSetProfile.from_json(str(tmp_path / "model" / "layer_sets.json"))
+    assert [len(kept) for kept in profile.layers] == [4, 3, 2]
+    assert profile.layers[1] == [1, 3, 4] and profile.items == COUNT
+    assert profile.ratios[1] == pytest.approx(1, abs=1e-3)
+    assert str(profile) in printed and profile.headline in printed
+    assert re.fullmatch(r"VERDICT: MET, price [+-]0.0 %", profile.headline)
+    assert not (tmp_path / "model" / "exit_profile.json").exists()
+
+    command = re.search(r"Next: `hf-descent (export .*) --output_dir DIR`", printed)[1].split()
+    cli.main([*command, "--output_dir", str(tmp_path / "short")])
+    assert f"Layers {command[-1]} of 4 layers are in" in capsys.readouterr().out
+    short = auto_class.from_pretrained(tmp_path / "short")
+    assert short.config.num_hidden_layers == len(profile.smallest())
+    cli.main(
+        ["export", command[1], "--layers", "1", "3-4", "--output_dir", str(tmp_path / "three")]
+    )
+    three = auto_class.from_pretrained(tmp_path / "three")
+    with torch.no_grad():
+        torch.testing.assert_close(
+            three(**inputs).logits, model(**inputs).logits, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_a_language_model_chooses_by_one_half_of_the_rows_and_reports_on_the_other(
+    tmp_path, capsys
+):
+    model = silenced(spread(llama(num_layers=LAYERS)))
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(80)])
+    flags = ["--text_file", data, "--fewest_layers", "2", "--output_dir", str(tmp_path / "out")]
+    cli.main(["exit", str(tmp_path / "model"), *flags])
+
+    profile = LayerSetProfile.from_json(str(tmp_path / "out" / "layer_sets.json"))
+    ids = [word_tokenizer()(words_of(row))["input_ids"] for row in range(80)]
+    searched = [{"input_ids": row, "labels": row} for row in ids[:40]]
+    assert profile.layers == find_layer_sets(model, searched, fewest=2)
+    assert profile.items == sum(len(row) - 1 for row in ids[40:])
+    with torch.no_grad():
+        losses = [
+            model(torch.tensor([row]), labels=torch.tensor([row])).loss.item() for row in ids[40:]
+        ]
+    assert profile.losses[0] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert "VERDICT: " in capsys.readouterr().out
+
+    words = ["--layers", "1,3-4", "--output_dir", str(tmp_path / "short")]
+    cli.main(["export", str(tmp_path / "model"), *words])
+    short = AutoModelForCausalLM.from_pretrained(tmp_path / "short")
+    with torch.no_grad():
+        batch = torch.tensor(ids[:4])
+        torch.testing.assert_close(short(batch).logits, model(batch).logits)
+    assert "draft_with" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--layers", "1-9"], "increasing numbers from 1 to 4"),
+        (["--layers", "two"], "name layers as in"),
+        (["--layers", "1", "--layer", "1"], "not allowed with"),
+        ([], "one of the arguments --layer --layers is required"),
+    ],
+)
+def test_other_layers_are_refused(words, reason, tmp_path):
+    llama(num_layers=LAYERS).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=reason):
+        cli.main(["export", str(tmp_path / "model"), *words, "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_layers_than_there_are_cannot_stay(tmp_path):
+    spread(llama(num_layers=2)).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(4)])
+    with pytest.raises(ValueError, match="the model has 1 to 2 layers"):
+        cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--fewest_layers", "3"])

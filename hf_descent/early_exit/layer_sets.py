@@ -79,8 +79,8 @@ class LayerSetProfile(Result):
         return verdicts
 
     def smallest(self, max_rise: float | None = None) -> list[int]:
-        """The smallest set that meets `max_rise` (by default the profile's), as all larger ones do; all layers where no
-        other does. The sets are tested from the largest on, so that the choice is as sure as each verdict."""
+        """The smallest set that meets `max_rise` (by default the profile's), as all larger ones do; all layers where
+        no other does. The sets are tested from the largest on, so that the choice is as sure as each verdict."""
         smallest = self.layers[0]
         for kept, verdict in zip(self.layers[1:], self.verdicts(max_rise)[1:]):
             if verdict != MET:

@@ -33,12 +33,15 @@ logger = logging.get_logger(__name__)
 MOST_CLASSES_NAMED = 20  # in a message
 MOST_CHARACTERS = 60  # of the name of a class, there
 
-WHOLE = re.compile(r"(-?[1-9]\d*|0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 1e3
-NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+WHOLE = re.compile(r"(-?[1-9]\d{,99}|0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 1e3
+NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
 BOOLEANS = {"false": 0, "true": 1}
 UNKNOWN = (-1, -100)  # what people write for "no label", of which the second is PyTorch's
-NO_VALUE = {"na", "n/a", "#n/a", "<na>", "nan", "none", "null", "nil", r"\n", "?", "-"}
-NO_VALUE |= {"missing", "unknown", "unlabeled", "unlabelled"}
+# Beside numbers: such words, their case and other characters aside (`n/a`, `<NA>`), marks alone (`?`), `\N`, and
+# errors of spreadsheets (`#REF!`).
+NO_VALUE = re.compile(
+    r"\W*(na|nan|nat|none|null|nil|inf|infinity|missing|unknown|undefined|unlabell?ed|)\W*|n\Wa\W?|\\n|#.*"
+)
 NO_CLASS = "which is no class: give classes; for numbers write a script with `num_labels=1`"
 Label = str | bool | int | float | Decimal
 
@@ -49,29 +52,41 @@ def whole_number(label: Label) -> int | None:
         return None
     if isinstance(label, str):
         match = WHOLE.fullmatch(label)
-        return int(match[1]) if match else None
-    if isinstance(label, int):
-        return label
-    is_whole = math.isfinite(label) and label == int(label)
-    return int(label) if is_whole else None
+        if match is None:
+            return None
+        return int(match[1])
+    if math.isfinite(label) and label == int(label):
+        return int(label)
+    return None
 
 
 def boolean(label: Label) -> int | None:
     """1 for true and 0 for false, also as a text; None for others."""
     if isinstance(label, bool):
         return int(label)
-    return BOOLEANS.get(label.casefold()) if isinstance(label, str) else None
+    if isinstance(label, str):
+        return BOOLEANS.get(label.casefold())
+    return None
 
 
 def number_of(label: Label) -> int | None:
     """The whole number that a label is, if false is 0 and true is 1; None for others."""
     number = whole_number(label)
-    return boolean(label) if number is None else number
+    if number is None:
+        return boolean(label)
+    return number
+
+
+def written_number(text: str) -> Decimal | None:
+    """The number that a text is written like, `01` and `1,5` too; None for others."""
+    if NUMBER.fullmatch(text.strip()) is None:
+        return None
+    return Decimal(text.strip().replace(",", "."))
 
 
 def is_numeric(name: str) -> bool:
-    """Whether a name is written like a number, `01` and `1,5` too."""
-    return NUMBER.fullmatch(name.strip()) is not None
+    """Whether a name is written like a number (see [`written_number`])."""
+    return written_number(name) is not None
 
 
 def class_text(label: Label, kind: str) -> str:
@@ -87,19 +102,26 @@ def class_text(label: Label, kind: str) -> str:
 
 def class_key(name: str) -> str:
     """By which classes of different files are the same: 1.0 and 1, true and 1, and whatever the case."""
-    number = number_of(name.strip())
-    return name.strip().casefold() if number is None else str(number)
+    name = name.strip().casefold()
+    number = number_of(name)
+    if number is None:
+        return name
+    return str(number)
 
 
 def missing_labels(rows: Dataset, split: str, column: str) -> dict[int, str]:
     """Why a row has no label, by the index of the row. ValueError for a value that no class can have, or that may
     stand for "no label"."""
     feature = rows.features["labels"]
+    is_named = isinstance(feature, ClassLabel)
     missing = {}
     for index, value in enumerate(column_values(rows, "labels")):
-        if reason := _no_label(value, isinstance(feature, ClassLabel)):
+        reason = _no_label(value, is_named)
+        if reason is not None:
             missing[index] = reason
-        elif fault := _fault(value, feature):
+            continue
+        fault = _fault(value, feature)
+        if fault is not None:
             place = f"The column `{column}` of the {split} split holds {reprlib.repr(value)}"
             raise ValueError(f"{place} ({name_rows([index])}), {fault}.")
     return missing
@@ -123,16 +145,16 @@ def _fault(value: Any, feature: Any) -> str | None:
         kind = type(value).__name__
         return f"a {kind}: give one class per row, as a text, a whole number or a boolean"
     if isinstance(feature, ClassLabel):
-        count = feature.num_classes
-        is_class = 0 <= value < count
-        return None if is_class else f"and its `ClassLabel` has the numbers 0 to {count - 1}"
-    number = whole_number(value.strip() if isinstance(value, str) else value)
-    is_written_number = isinstance(value, str) and is_numeric(value)
-    if is_written_number:
-        number = float(value.replace(",", "."))  # -1e0 and -01, too
+        if 0 <= value < feature.num_classes:
+            return None
+        return f"and its `ClassLabel` has the numbers 0 to {feature.num_classes - 1}"
+
+    number = value
+    if isinstance(value, str):
+        number = written_number(value)  # -1e0 and -01, too
     if number in UNKNOWN:
         return "which may mean 'no label' or be a class: drop these rows, or rename the class"
-    if number is None and isinstance(value, float | Decimal):
+    if isinstance(value, float | Decimal) and whole_number(value) is None:
         return NO_CLASS
     return None
 
@@ -143,9 +165,10 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
     True and false are found by name. A whole number is the place of a name, unless names are numbers or a `true` or
     `false` among them has another place. Labels for which there is no name are not there.
     """
-    are_numbers_places = not any(map(is_numeric, classes)) and all(
+    are_places = not any(map(is_numeric, classes)) and all(
         boolean(name) in (None, place) for place, name in enumerate(classes)
     )
+    places = range(len(classes))
     names = {}
     for label in labels:
         truth = boolean(label)
@@ -154,7 +177,7 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
             same = [name for name in classes if number_of(name) == truth]
             if len(same) == 1:
                 names[type(label), label] = same[0]
-        elif are_numbers_places and number is not None and 0 <= number < len(classes):
+        elif are_places and number in places:
             names[type(label), label] = classes[number]
     return names
 
@@ -175,10 +198,10 @@ class LabelColumn:
             self.names = feature.names
             values = feature.int2str(values)
         else:
-            values = [label.strip() if isinstance(label, str) else label for label in values]
-        self.labels: list[Label] = values
+            values = map(_stripped, values)
+        self.labels: list[Label] = list(values)
         # By type: 1, 1.0 and True are equal.
-        self.distinct = list({(type(label), label): label for label in values}.values())
+        self.distinct = list({(type(label), label): label for label in self.labels}.values())
 
     def are_named_by(self, classes: Sequence[str]) -> bool:
         """Whether each label has a name beside a `ClassLabel` of `classes` (see [`named_labels`])."""
@@ -197,6 +220,12 @@ class LabelColumn:
         return texts
 
 
+def _stripped(label: Label) -> Label:
+    if isinstance(label, str):
+        return label.strip()
+    return label
+
+
 def class_labels(
     splits: Mapping[str, Dataset], column: str, left_out: Mapping[str, Collection[int]]
 ) -> dict[str, Dataset]:
@@ -213,12 +242,20 @@ def class_labels(
     kind = _kind([label for labels in unnamed.values() for label in labels.distinct])
 
     named = _given_names(columns)
-    occurring = _occurring_classes(columns["train"], kind, named, column)
-    classes = named or occurring
     texts = {split: labels.texts(kind, named) for split, labels in columns.items()}
+    classes = sorted(set(texts["train"]))
+    if len(classes) < 2:
+        raise ValueError(
+            f"The labelled training rows are all of one class, {classes} (column `{column}`): name another "
+            "`label_column`, or add rows of other classes."
+        )
+    if named is not None:
+        classes = named
+    elif kind == "number":
+        classes.sort(key=int)
+
     for split, names in texts.items():
         _check_known(names, columns[split].places, classes, split, column)
-
     if named is not None:
         _warn_of_counting_from_1(unnamed, named, column)
     _report_classes(texts["train"], classes)
@@ -240,26 +277,32 @@ def encode_labels(
 
 def _check_numbers(columns: Mapping[str, LabelColumn], column: str) -> None:
     """ValueError where all labels are numbers but for some that say "no value", or some have a fraction."""
-    labels = [label for each in columns.values() for label in each.distinct]
+    labels = [label for labels in columns.values() for label in labels.distinct]
     texts = [label for label in labels if isinstance(label, str)]
     others = [text for text in texts if not is_numeric(text) and boolean(text) is None]
-    if others and len(others) < len(labels) and {*map(str.casefold, others)} <= NO_VALUE:
+    if not others:
+        _check_fractions(texts, columns, column)
+    elif len(others) < len(labels) and all(NO_VALUE.fullmatch(each.casefold()) for each in others):
         raise ValueError(
             f"The labels are numbers or booleans but for {others[0]!r} ({_place(others[0], columns, column)}), which "
             "may mean 'no label' or be a class: leave these cells empty, or rename the class."
         )
-    if others:
-        return
-    for text in filter(is_numeric, texts):
-        if float(text.replace(",", ".")) % 1:
+
+
+def _check_fractions(texts: Sequence[str], columns: Mapping[str, LabelColumn], column: str) -> None:
+    for text in texts:
+        number = written_number(text)
+        if number is not None and number != number.to_integral_value():
             raise ValueError(f"A label is {text!r} ({_place(text, columns, column)}), {NO_CLASS}.")
 
 
 def _place(label: Label, columns: Mapping[str, LabelColumn], column: str) -> str:
     """Where a label occurs first."""
-    split, labels = next(each for each in columns.items() if label in each[1].labels)
-    row = labels.places[labels.labels.index(label)]
-    return f"column `{column}` of the {split} split, {name_rows([row])}"
+    for split, labels in columns.items():
+        if label in labels.labels:
+            row = labels.places[labels.labels.index(label)]
+            return f"column `{column}` of the {split} split, {name_rows([row])}"
+    raise ValueError(f"No split has the label {label!r}.")
 
 
 def _check_known(
@@ -270,10 +313,11 @@ def _check_known(
     if not unknown:
         return
     first = next(place for place, name in zip(places, names) if name in unknown)
+    place = f"column `{column}`, first in {name_rows([first])}"
     raise ValueError(
-        f"The {split} split has the classes {unknown} (column `{column}`, first in {name_rows([first])}), which the "
-        f"training split does not: {[*classes]}. Write the labels of all splits alike (true and false are no numbers "
-        "of a `ClassLabel`), and drop rows of classes that training lacks."
+        f"The {split} split has the classes [{_listed(unknown)}] ({place}), which the training split does not: "
+        f"[{_listed(classes)}]. Write the labels of all splits alike (true and false are no numbers of a "
+        "`ClassLabel`), and drop rows of classes that training lacks."
     )
 
 
@@ -296,10 +340,7 @@ def _warn_of_counting_from_1(
 def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
     """Shows the classes and their counts, so that two spellings of one class catch the eye."""
     counts = Counter(names)
-    shown = [f"{_spelled(name)}: {counts[name]}" for name in classes[:MOST_CLASSES_NAMED]]
-    report = ", ".join(shown)
-    if (more := len(classes) - len(shown)) > 0:
-        report += f" and {more} more"
+    report = _listed(classes, lambda name: f"{_spelled(name)}: {counts[name]}")
     logger.warning(
         f"The {len(names)} labelled training rows have {len(classes)} classes: {report}."
     )
@@ -309,15 +350,27 @@ def _spelled(name: str) -> str:
     """A name in quotes; with numbers of characters where its accents stand alone, which look the same."""
     if len(name) > MOST_CHARACTERS:
         name = f"{name[:MOST_CHARACTERS]}..."
-    return repr(name) if unicodedata.is_normalized("NFC", name) else ascii(name)
+    if unicodedata.is_normalized("NFC", name):
+        return repr(name)
+    return ascii(name)
+
+
+def _listed(names: Sequence[str], show: Callable[[str], str] = _spelled) -> str:
+    """The first names, each as `show` gives it, and how many more there are."""
+    shown = ", ".join(map(show, names[:MOST_CLASSES_NAMED]))
+    more = len(names) - MOST_CLASSES_NAMED
+    if more > 0:
+        shown += f" and {more} more"
+    return shown
 
 
 def _kind(labels: Sequence[Label]) -> str:
     """What all the labels are: "number" (booleans beside numbers count as 0 and 1), "boolean" or "text"."""
     if any(number_of(label) is None for label in labels):
         return "text"
-    is_number = any(whole_number(label) is not None for label in labels)
-    return "number" if is_number else "boolean"
+    if any(whole_number(label) is not None for label in labels):
+        return "number"
+    return "boolean"
 
 
 def _given_names(columns: Mapping[str, LabelColumn]) -> list[str] | None:
@@ -330,16 +383,3 @@ def _given_names(columns: Mapping[str, LabelColumn]) -> list[str] | None:
         if column.names is not None and train.are_named_by(column.names):
             return column.names
     return None
-
-
-def _occurring_classes(
-    train: LabelColumn, kind: str, named: Sequence[str] | None, column: str
-) -> list[str]:
-    is_number = kind == "number" and named is None
-    classes = sorted(set(train.texts(kind, named)), key=int if is_number else str)
-    if len(classes) < 2:
-        raise ValueError(
-            f"The labelled training rows are all of one class, {classes} (column `{column}`): name another "
-            "`label_column`, or add rows of other classes."
-        )
-    return classes

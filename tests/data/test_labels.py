@@ -237,7 +237,9 @@ def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
         load(write(tmp_path / f"rows{suffix}", [others[0], mark, others[1]]))
 
 
-@pytest.mark.parametrize("word", ["NA", "nan", "<NA>", "None", "null", "?", r"\N", "unlabeled"])
+@pytest.mark.parametrize(
+    "word", ["NA", "nan", "<NA>", "n.a.", "NaT", "-inf", "?", "--", r"\N", "unlabeled", "#REF!"]
+)
 def test_no_value_beside_numbers_is_refused(tmp_path, word):
     with pytest.raises(ValueError, match="numbers or booleans but for .*leave these cells empty"):
         load(write(tmp_path / "rows.csv", ["0", "1", word]))
@@ -258,6 +260,11 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
         (["0.5", "1.0"], None, "A label is '0.5' .*, which is no class"),
         (["0,5", "1,0"], None, "A label is '0,5' .*, which is no class"),
         (["5e-1", "1.0"], None, "A label is '5e-1' .*, which is no class"),
+        (
+            ["1", "0.00000000000000000001", "1e999"],
+            None,
+            "A label is '0.0.*1' .*, which is no class",
+        ),
         ([None, None], None, r"no row with a value of `label` \(no value: 2\)"),
         ([-1, -1], NAMED, r"no row with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
@@ -278,6 +285,7 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, labels, kind, message)
         (["1", "", "0", "NA"], None, r"for 'NA' \(column `label` of the train split, row 4\), which may"),
         (["1", "0"], ["1", "", "NA"], r"for 'NA' \(column `label` of the test split, row 3\), which may"),
         (["1", "", "1"], None, r"one class, \['1'\] \(column `label`\): name another `label_column`"),
+        (["cafe\u0301", "0"], ["caf\u00e9", "0"], r"classes \['café'\] .* not: \['0', 'cafe\\u0301'\]"),
         (["1", "0"], ["", "1", "3"], r"classes \['3'\] \(column `label`, first in row 3\), which .* drop rows"),
     ],
 )  # fmt: skip

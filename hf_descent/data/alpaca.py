@@ -1,6 +1,7 @@
 """Instructions and outputs in the form of Alpaca (Taori et al. 2023), as prompts and completions for fine-tuning."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from datasets import Dataset, DatasetDict
@@ -49,17 +50,18 @@ def load_alpaca(
     column is missing, or a text is not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args, COLUMNS).items()}
-    as_chat = args.prompt_format == "auto" and (
-        gets_template or tokenizer.chat_template is not None
-    )
-    settings = {"fn_kwargs": {"as_chat": as_chat}, "desc": "Formatting instructions"}
+    has_template = gets_template or tokenizer.chat_template is not None
+    as_chat = args.prompt_format == "auto" and has_template
+    splits = hold_out(splits, args)
+
     # Each with its own columns: some splits may have an `input`, and others not.
-    return DatasetDict(
-        {
-            split: rows.map(_pair, remove_columns=rows.column_names, **settings)
-            for split, rows in hold_out(splits, args).items()
-        }
-    )
+    for split, rows in splits.items():
+        splits[split] = rows.map(
+            partial(_pair, as_chat=as_chat),
+            remove_columns=rows.column_names,
+            desc="Formatting instructions",
+        )
+    return splits
 
 
 def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input",)) -> list[dict]:
@@ -68,42 +70,55 @@ def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input
     An output of blanks alone is none."""
     rows = load_file("instructions", path, COLUMNS)
     check_texts(rows, path, "instruction", optional=optional)
+
     as_chat = prompt_format == "auto" and tokenizer.chat_template is not None
     return [row | _pair(row, as_chat) for row in rows]
 
 
 def _pair(row, as_chat):
-    answer = None if _no_output(row.get("output")) else row["output"]
-    completion = [{"role": "assistant", "content": answer}] if as_chat and answer else answer
-    return {
-        "prompt": format_prompt(row["instruction"], row.get("input"), as_chat),
-        "completion": completion,
-    }
+    prompt = format_prompt(row["instruction"], row.get("input"), as_chat)
+    completion = row.get("output")
+    if _no_output(completion):
+        completion = None
+    elif as_chat:
+        completion = [{"role": "assistant", "content": completion}]
+    return {"prompt": prompt, "completion": completion}
 
 
 def format_prompt(
     instruction: str, input: str | None = None, as_chat: bool = False
 ) -> str | list[dict[str, str]]:
     """The prompt of one instruction: Alpaca's template with or without input, or one message of the user."""
+
+    if as_chat and input:
+        return [{"role": "user", "content": f"{instruction}\n\n{input}"}]
     if as_chat:
-        return [{"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
-    context = ", paired with an input that provides further context" if input else ""
-    given = f"### Input:\n{input}\n\n" if input else ""
-    return (  # as the column `text` of Alpaca's own data set has it
+        return [{"role": "user", "content": instruction}]
+
+    # As the column `text` of Alpaca's own data set has it.
+    context = ""
+    section = ""
+    if input:
+        context = ", paired with an input that provides further context"
+        section = f"### Input:\n{input}\n\n"
+
+    return (
         f"Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
-        f"request.\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+        f"request.\n\n### Instruction:\n{instruction}\n\n{section}### Response:\n"
     )
 
 
 def _instructions(rows: Dataset, split: str) -> Dataset:
-    optional = ["input"] if "input" in rows.column_names else []
-    columns = {name: name for name in ("instruction", *optional, "output")}
+    columns = {"instruction": "instruction", "output": "output"}
+    if "input" in rows.column_names:
+        columns["input"] = "input"
     remedy = "Name its columns `instruction`, `output`; chats take a script."
     rows = select_columns(rows, columns, split, remedy)
+
     reasons = map(_no_output, column_values(rows, "output"))
     missing = {index: reason for index, reason in enumerate(reasons) if reason}
     source = f"The {split} split"
-    check_texts(rows, source, "instruction", "output", optional=optional, ignored=missing)
+    check_texts(rows, source, "instruction", "output", optional=["input"], ignored=missing)
     return drop_rows(rows, missing, split, "output")
 
 
@@ -111,15 +126,18 @@ def _no_output(output: str | None) -> str | None:
     """Why an output is none; None where it is one."""
     if output is None:
         return "no value"
-    is_empty = isinstance(output, str) and not output.strip()
-    return "empty" if is_empty else None
+    if isinstance(output, str) and not output.strip():
+        return "empty"
+    return None
 
 
 def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Token ids of a prompt, up to where the answer begins: without the end of text that some tokenizers add."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
+        if ids[-1:] == [tokenizer.eos_token_id]:
+            ids.pop()
+        return ids
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
@@ -128,23 +146,39 @@ def completion_labels(
 ) -> dict[str, list[int]]:
     """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
     `SFTTrainer` makes them, or for all of a prompt without one; cut to `limit` tokens."""
-    prompt, end = prompt_ids(row["prompt"], tokenizer), tokenizer.eos_token or ""
-    if row["completion"] is None:
-        ids, prompt = (
-            tokenizer(row["prompt"])["input_ids"] if isinstance(row["prompt"], str) else prompt,
-            [],
-        )
-    elif isinstance(row["prompt"], str):
-        ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
+    prompt = row["prompt"]
+    completion = row["completion"]
+    is_text = isinstance(prompt, str)
+    if completion is None and is_text:
+        ids = tokenizer(prompt)["input_ids"]
+    elif completion is None:
+        ids = prompt_ids(prompt, tokenizer)
+    elif is_text:
+        answer = completion
+        if tokenizer.eos_token is not None:
+            answer = completion.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
+        ids = tokenizer(prompt + answer)["input_ids"]
     else:
-        ids = tokenizer.apply_chat_template([*row["prompt"], *row["completion"]], return_dict=False)
-    # A token may join the end of the prompt and what follows.
-    start = next(
-        (i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids))
-    )
+        ids = tokenizer.apply_chat_template([*prompt, *completion], return_dict=False)
+
+    start = 0
+    if completion is not None:
+        start = _common_start(prompt_ids(prompt, tokenizer), ids)
+
     labels = [IGNORE_INDEX] * start + ids[start:]
+    ids = ids[:limit]
     return {
-        "input_ids": ids[:limit],
-        "attention_mask": [1] * len(ids[:limit]),
-        "labels": labels[: len(ids[:limit])],
+        "input_ids": ids,
+        "attention_mask": [1] * len(ids),
+        "labels": labels[:limit],
     }
+
+
+def _common_start(one: list[int], other: list[int]) -> int:
+    """How many tokens two lists begin with alike; the last one of a prompt may differ where an answer follows it."""
+    count = 0
+    for mine, yours in zip(one, other):
+        if mine != yours:
+            break
+        count += 1
+    return count

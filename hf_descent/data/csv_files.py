@@ -200,6 +200,7 @@ class MergedRows:
     def _repeat_a_column(self, rows: list[list[str]]) -> bool:
         """Whether all values that rows give some column are among the few that it has elsewhere."""
         return any(
-            len(values) <= MOST_CATEGORIES and values.issuperset(column)
+            values.issuperset(column)
             for values, column in zip(self.values, zip(*rows))
+            if len(values) <= MOST_CATEGORIES
         )

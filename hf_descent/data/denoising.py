@@ -21,9 +21,12 @@ class DenoisingTask:
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """A batch of rows: `pixel_values`, which alone the trainer's noise perturbs, and the clean `labels` of that
         shape, which rows that are perturbed themselves bring with them."""
-        given = self.batch([torch.as_tensor(row["pixel_values"]) for row in rows])
-        clean = self.batch([row["labels"] for row in rows]) if "labels" in rows[0] else given
-        return {"pixel_values": given, "labels": clean}
+        pixels = self.batch([torch.as_tensor(row["pixel_values"]) for row in rows])
+
+        clean = pixels
+        if "labels" in rows[0]:
+            clean = self.batch([row["labels"] for row in rows])
+        return {"pixel_values": pixels, "labels": clean}
 
 
 class PatchTask(DenoisingTask):
@@ -55,12 +58,14 @@ class ImageTask(DenoisingTask):
     """Rows are frames, made into images by the model's own processor. As [`PatchTask`]."""
 
     def __init__(self, model_name_or_path: str):
-        self.processor = processor = AutoImageProcessor.from_pretrained(model_name_or_path)
+        processor = AutoImageProcessor.from_pretrained(model_name_or_path)
         if processor.do_normalize:
             # One scale for all channels, or the RMSE would weigh them differently.
-            mean, std = float(np.mean(processor.image_mean)), float(np.mean(processor.image_std))
-            processor.image_mean, processor.image_std = [mean] * 3, [std] * 3
-            self.pixel_range = 1 / std
+            scale = float(np.mean(processor.image_std))
+            processor.image_mean = [float(np.mean(processor.image_mean))] * 3
+            processor.image_std = [scale] * 3
+            self.pixel_range = 1 / scale
+        self.processor = processor
 
     @staticmethod
     def rows(clips: Dataset) -> Dataset:

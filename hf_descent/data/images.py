@@ -24,13 +24,13 @@ def load_image_classification(
     ValueError where no data is named, or a column or a label is not there, as of texts (`data/text.py`).
     """
     columns = {"image": image_column, "labels": label_column}
-    splits = load_splits(args, list(columns.values()))
     remedy = "Name the right ones by `image_column` and `label_column`."
-    selected = {name: select_columns(rows, columns, name, remedy) for name, rows in splits.items()}
-    left_out = {name: missing_labels(rows, name, label_column) for name, rows in selected.items()}
-    labelled = {
-        name: drop_rows(rows, left_out[name], name, label_column) for name, rows in selected.items()
-    }
+    labelled = {}
+    left_out = {}
+    for split, rows in load_splits(args, list(columns.values())).items():
+        selected = select_columns(rows, columns, split, remedy)
+        left_out[split] = missing_labels(selected, split, label_column)
+        labelled[split] = drop_rows(selected, left_out[split], split, label_column)
     return hold_out(class_labels(labelled, label_column, left_out), args)
 
 
@@ -47,8 +47,11 @@ class ImageCollator:
 
     def __init__(self, model: PreTrainedModel, processor: Any | None, rows: Dataset):
         self.mode = MODES.get(getattr(model.config, "num_channels", 3), "RGB")
-        self.processor = processor if isinstance(rows.features["image"], Image) else None
-        if isinstance(rows.features["image"], Image) and processor is None:
+        self.processor = None
+        if not isinstance(rows.features["image"], Image):
+            return
+        self.processor = processor
+        if processor is None:
             raise ValueError(
                 "The data holds images, but no image processor is saved with the model: save the one of its training "
                 "there (`save_pretrained`), or give a column of what the model reads."

@@ -39,6 +39,7 @@ def load_json(path: str, columns: Sequence[str]) -> Dataset:
             _check_value(row.get(name), name, number)
         for name, value in row.items():
             types.setdefault(name, set()).update(_types_of(value))
+
     if not types:
         raise ValueError("it has no rows")
     features = Features({name: _feature(of_column) for name, of_column in types.items()})
@@ -113,6 +114,7 @@ def _has_lines(path: str) -> bool:
             raise ValueError("it is empty")
         if next(filled, None) is None:
             return False
+
     try:
         return isinstance(json.loads(first), dict)
     except json.JSONDecodeError:
@@ -158,6 +160,7 @@ def _rows_of_columns(table: dict[str, Any]) -> list[dict[str, Any]]:
         if any(column.keys() != keys for column in columns):
             raise ValueError("its columns have different keys")
         columns = [[column[key] for key in keys] for column in columns]
+
     if not all(isinstance(column, list) for column in columns):
         raise ValueError("it holds neither rows nor columns")
     lengths = {len(column) for column in columns}

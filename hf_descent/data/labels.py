@@ -120,6 +120,7 @@ def missing_labels(rows: Dataset, split: str, column: str) -> dict[int, str]:
         if reason is not None:
             missing[index] = reason
             continue
+
         fault = _fault(value, feature)
         if fault is not None:
             place = f"The column `{column}` of the {split} split holds {reprlib.repr(value)}"
@@ -168,6 +169,7 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
     are_places = not any(map(is_numeric, classes)) and all(
         boolean(name) in (None, place) for place, name in enumerate(classes)
     )
+
     places = range(len(classes))
     names = {}
     for label in labels:
@@ -193,6 +195,7 @@ class LabelColumn:
         values = list(column_values(rows, "labels"))
         places = range(len(rows) + len(left_out))
         self.places = [place for place in places if place not in left_out]
+
         self.names: list[str] | None = None
         if isinstance(feature, ClassLabel):
             self.names = feature.names
@@ -211,6 +214,7 @@ class LabelColumn:
         """The name of every row's class, among splits of a `kind`, of which one has a `ClassLabel` of `named`."""
         if self.names is not None:
             return self.labels
+
         texts = [class_text(label, kind) for label in self.labels]
         if named is None or set(texts) <= set(named):
             return texts

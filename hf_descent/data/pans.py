@@ -25,8 +25,13 @@ def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
     photos = np.stack(load_sample_images().images) @ LUMA / 255  # [photos, height, width]
     height, width = photos.shape[1:]
     border = round(width * (1 - HELD_OUT_SHARE))
-    left, right = (border, width) if held_out else (0, border)
+    left = 0
+    right = border
+    if held_out:
+        left = border
+        right = width
     times = np.arange(NUM_FRAMES) - (NUM_FRAMES - 1) / 2  # [frames]
+
     low = MAX_SPEED * times[-1]
     margin = low + PATCH_SIZE + 1  # interpolation reads one pixel beyond the window
 
@@ -36,6 +41,7 @@ def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
         (low, left + low), (height - margin, right - margin), size=(num_clips, 2)
     )
     speed = generator.uniform(-MAX_SPEED, MAX_SPEED, size=(num_clips, 2))
+
     corner = start[:, None] + speed[:, None] * times[:, None]  # [clips, frames, (row, column)]
     row, column = np.moveaxis(corner, -1, 0)[..., None, None]  # [clips, frames, 1, 1]
     window = np.arange(PATCH_SIZE)

@@ -65,6 +65,7 @@ def load_file(argument: str, path: str, columns: Sequence[str]) -> Dataset:
     """
     if Path(path).is_dir():
         raise ValueError(f"`{argument}` is {path!r}, which is a folder; give a file.")
+
     file_type = _file_type(path)
     if file_type is None:
         endings = f"{', '.join(FILE_TYPES)} (csv and json also with {', '.join(COMPRESSIONS)})"
@@ -109,7 +110,8 @@ def _reason(error: Exception, path: str, remedy: str) -> str:
             f"(line {line} is not in UTF-8). Save the file as UTF-8; if it is compressed, let its name end in "
             f"{', '.join(COMPRESSIONS)}."
         )
-    return f"({str(cause).removesuffix('.')}). {remedy}"
+    reason = str(cause).removesuffix(".")
+    return f"({reason}). {remedy}"
 
 
 def load_parquet(path: str, columns: Sequence[str]) -> Dataset:

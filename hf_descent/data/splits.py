@@ -24,18 +24,28 @@ def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]
     """ValueError where a number of an argument is less than `limits` gives for its name, or not between the two that
     it gives, or where an argument is none of the choices of its type."""
     for name, limit in limits.items():
-        least, most = limit if isinstance(limit, tuple) else (limit, math.inf)
-        value = getattr(args, name)
-        values = value if isinstance(value, list) else [value]
-        if not all(each is None or least <= each <= most for each in values):
-            given = (
-                f"at least {least:g}" if most == math.inf else f"numbers from {least:g} to {most:g}"
-            )
-            raise ValueError(f"`{name}` is {value}; give {given}.")
+        _check_number(name, getattr(args, name), limit)
+
     for argument in fields(args):
-        value, choices = getattr(args, argument.name), get_args(argument.type)
+        value = getattr(args, argument.name)
+        choices = get_args(argument.type)
         if get_origin(argument.type) is Literal and value not in choices:
             raise ValueError(f"`{argument.name}` is {value!r}; choose one of {', '.join(choices)}.")
+
+
+def _check_number(name: str, value: Any, limit: float | tuple[float, float]) -> None:
+    """ValueError where a number, or one of a list, is beyond a limit; None is not."""
+    numbers = value
+    if not isinstance(value, list):
+        numbers = [value]
+    least = limit
+    most = math.inf
+    allowed = f"at least {limit}"
+    if isinstance(limit, tuple):
+        least, most = limit
+        allowed = f"numbers from {least:g} to {most:g}"
+    if not all(number is None or least <= number <= most for number in numbers):
+        raise ValueError(f"`{name}` is {value}; give {allowed}.")
 
 
 @dataclass
@@ -57,8 +67,12 @@ class RowArguments:
 
     def limit(self, split: str, rows: Dataset) -> int:
         """How many of the rows of a split are used."""
-        limit = self.max_train_samples if split == "train" else self.max_eval_samples
-        return len(rows) if limit is None else min(limit, len(rows))
+        limit = self.max_eval_samples
+        if split == "train":
+            limit = self.max_train_samples
+        if limit is None:
+            return len(rows)
+        return min(limit, len(rows))
 
     def draw(self, split: str, rows: Dataset) -> Dataset:
         """The rows of a split in random order, as many as are used."""
@@ -113,10 +127,12 @@ def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Datas
             for name, path in files.items()
             if path is not None
         }
+
     if args.dataset_name is None:
         raise ValueError(
             "No data: give `dataset_name` (on the Hub) or `train_file` (a local file)."
         )
+
     names = {
         "train": args.train_split,
         "validation": args.validation_split,
@@ -135,9 +151,12 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
     try:
         rows = load_dataset(name, config, split=split)
     except DatasetGenerationError as error:
+        cause = error
+        if error.__cause__ is not None:
+            cause = error.__cause__
         raise ValueError(
-            f"`dataset_name` is {name!r}, whose rows `datasets` cannot read ({error.__cause__ or error}); give its "
-            "files by `train_file`, `validation_file` and `test_file`."
+            f"`dataset_name` is {name!r}, whose rows `datasets` cannot read ({cause}); give its files by "
+            "`train_file`, `validation_file` and `test_file`."
         ) from error
     if rows.info.builder_name in ("csv", "json"):
         logger.warning(
@@ -158,10 +177,12 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
             raise ValueError(
                 "The training split has one row, and none can be held out of it: give validation rows, too."
             )
+
         halves = splits["train"].train_test_split(
             args.validation_split_percentage / 100, seed=args.split_seed
         )
         splits = {**splits, "train": halves["train"], "validation": halves["test"]}
+
     for name, rows in splits.items():
         if name != "train" or args.limit(name, rows) < len(rows):
             splits[name] = args.draw(name, rows)
@@ -170,11 +191,13 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
 
 def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
     """The columns `columns.values()` under the names `columns.keys()`; ValueError where one is missing."""
-    if missing := [column for column in columns.values() if column not in rows.column_names]:
+    missing = [column for column in columns.values() if column not in rows.column_names]
+    if missing:
         raise ValueError(
             f"The {split} split has no column {missing}; it has {rows.column_names}. {remedy}"
         )
-    if len({*columns.values()}) < len(columns):
+
+    if len(set(columns.values())) < len(columns):
         raise ValueError(
             f"Two of {', '.join(columns)} are in one column, {columns}: name one for each."
         )
@@ -185,13 +208,16 @@ def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy
 def drop_rows(rows: Dataset, reasons: Mapping[int, str], split: str, column: str) -> Dataset:
     """The rows but for those whose index has a reason; how many are left out, and why, goes on the screen. ValueError
     where no row is left, for want of a value of `column`."""
-    if not reasons and len(rows):
-        return rows
+    if len(rows) == 0:
+        raise ValueError(f"The {split} split has no rows.")
+
     counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(reasons.values()).items())
+
     if len(reasons) == len(rows):
-        raise ValueError(
-            f"The {split} split has no row with a value of `{column}` ({counts or 'it is empty'})."
-        )
+        raise ValueError(f"The {split} split has no row with a value of `{column}` ({counts}).")
+    if not reasons:
+        return rows
+
     logger.warning(
         f"Dropped {len(reasons)} of the {len(rows)} {split} rows: they are without `{column}` "
         f"({counts}; {name_rows(reasons)})."
@@ -208,10 +234,13 @@ def column_values(rows: Dataset, name: str) -> Iterator[Any]:
 def name_rows(indices: Collection[int]) -> str:
     """Rows by their place in the file or split, counted from 1 below the names of columns."""
     numbers = [str(index + 1) for index in sorted(indices)]
+    if len(numbers) == 1:
+        return f"row {numbers[0]}"
     named = ", ".join(numbers[:MOST_ROWS_NAMED])
-    if (more := len(numbers) - MOST_ROWS_NAMED) > 0:
+    more = len(numbers) - MOST_ROWS_NAMED
+    if more > 0:
         named += f" and {more} more"
-    return f"row {named}" if len(numbers) == 1 else f"rows {named}"
+    return f"rows {named}"
 
 
 def check_texts(
@@ -223,15 +252,18 @@ def check_texts(
 ) -> None:
     """ValueError where a column of `names` is missing or a value is no string; `optional` ones may be, or be None.
     Rows whose index is `ignored` are not looked at."""
-    for name in (*names, *(each for each in optional if each in rows.column_names)):
+    for name in (*names, *optional):
+        if name not in rows.column_names and name in optional:
+            continue
         if name not in rows.column_names:
             raise ValueError(f"{source} has no column {name!r}; it has {rows.column_names}.")
+
+        allowed = (str, type(None)) if name in optional else str
+
         broken = [
             index
             for index, text in enumerate(column_values(rows, name))
-            if index not in ignored
-            and not isinstance(text, str)
-            and not (text is None and name in optional)
+            if index not in ignored and not isinstance(text, allowed)
         ]
         if broken:
             raise ValueError(

@@ -55,12 +55,11 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
     ValueError where no data is named, a column or a text is missing, a label is no class or may stand for "no label",
     or a class of another split does not occur in training.
     """
-    columns = {
-        "text": args.text_column,
-        "text_pair": args.text_pair_column,
-        "labels": args.label_column,
-    }
-    columns = {name: column for name, column in columns.items() if column is not None}
+    columns = {"text": args.text_column}
+    if args.text_pair_column is not None:
+        columns["text_pair"] = args.text_pair_column
+    columns["labels"] = args.label_column
+
     splits = load_splits(args, list(columns.values()))
     labelled = {name: _labelled_rows(rows, columns, name) for name, rows in splits.items()}
     left_out = {name: missing for name, (_, missing) in labelled.items()}
@@ -82,6 +81,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     }
     classes = [str(id2label[number]) for number in range(len(id2label))]
     numbers = [str(number) for number in range(len(classes))]
+
     # Numbers by all the names, since a few rows may lack the one that shows that counting begins at 1.
     ways = [
         (classes, occurring, str),
@@ -90,12 +90,16 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     ]
     if not any(map(is_numeric, classes)):
         ways.append((numbers, names, str))
-    for known, given, key in ways:
-        same = set(map(key, given)) <= set(map(key, known))
-        if same and all(len(set(map(key, each))) == len(set(each)) for each in (given, known)):
+
+    for known, of_data, key in ways:
+        known_keys = set(map(key, known))
+        data_keys = set(map(key, of_data))
+        is_unique = len(known_keys) == len(set(known)) and len(data_keys) == len(set(of_data))
+        if data_keys <= known_keys and is_unique:
             return DatasetDict(
                 {split: _renumbered(rows, known, key) for split, rows in dataset.items()}
             )
+
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         return dataset
     raise ValueError(
@@ -108,9 +112,18 @@ def most_tokens(
 ) -> int:
     """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model; ValueError where
     it is beyond a limit, or nothing gives one. A model without a table of positions may take more than it states."""
-    limit, positions = tokenizer.model_max_length, position_limit(model)
-    chosen = max_seq_length or min(limit, positions or limit)
-    most = min(limit, positions) if positions and has_position_table(model) else limit
+    limit = tokenizer.model_max_length
+    positions = position_limit(model)
+    both = limit
+    if positions:
+        both = min(limit, positions)
+    most = limit
+    if has_position_table(model):
+        most = both
+    chosen = both
+    if max_seq_length is not None:
+        chosen = max_seq_length
+
     if chosen > most:
         raise ValueError(
             f"`max_seq_length` is {chosen}; the tokenizer and the model take {most} tokens at most."
@@ -131,7 +144,8 @@ def tokenize(
 
     def encode(batch, split):
         tokens = tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
-        if empty := [index for index, ids in enumerate(tokens["input_ids"]) if not ids]:
+        empty = [index for index, ids in enumerate(tokens["input_ids"]) if not ids]
+        if empty:
             bare = sorted({batch[name][index] for index in empty for name in texts})
             raise ValueError(
                 f"The tokenizer makes no token of some rows of the {split} split, whose texts are {bare}: drop these "

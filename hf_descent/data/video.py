@@ -80,6 +80,7 @@ def load_clips(args: VideoArguments) -> DatasetDict:
     features = Features(
         {"frames": Array3D(shape, "uint8"), "video": Value("string"), "start": Value("int64")}
     )
+
     splits = DatasetDict()
     for name, parts in split_videos(args).items():
         try:
@@ -95,65 +96,89 @@ def load_clips(args: VideoArguments) -> DatasetDict:
                 writer_batch_size=CLIPS_AT_ONCE,
             )
         except DatasetGenerationError as error:
-            raise error.__cause__ or error from None  # the cause names the file
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__ from None  # it names the file
+
     return splits
 
 
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos in each split; ValueError if there are none, or none is long enough."""
-    train, test = (
-        [_whole(path) for path in find_videos(files or [])]
-        for files in (args.train_files, args.test_files)
-    )
-    if shared := {video.path for video in train} & {video.path for video in test}:
+    train = [_whole(path) for path in find_videos(args.train_files)]
+    test = [_whole(path) for path in find_videos(args.test_files or [])]
+    shared = {video.path for video in train}.intersection(video.path for video in test)
+    if shared:
         raise ValueError(
             f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one."
         )
-    share = args.validation_percentage / 100
-    if args.split_by == "time":
-        borders = [round((1 - share) * (video.last - args.split_gap)) for video in train]
-        parts = {
-            "train": [video._replace(last=border) for video, border in zip(train, borders)],
-            "validation": [
-                video._replace(first=border + args.split_gap)
-                for video, border in zip(train, borders)
-            ],
-        }
-    else:
-        if len(train) < 2:
-            raise ValueError(
-                f"`split_by` video needs two training videos, and there is {train[0].path}: use 'time'."
-            )
-        order = np.random.default_rng(args.split_seed).permutation(len(train)).tolist()
-        count = min(max(1, round(share * len(train))), len(train) - 1)
-        chosen = {"train": sorted(order[count:]), "validation": sorted(order[:count])}
-        parts = {name: [train[i] for i in numbers] for name, numbers in chosen.items()}
+
+    splits = (
+        _split_by_time(train, args) if args.split_by == "time" else _split_by_video(train, args)
+    )
     if test:
-        parts["test"] = test
-    for name, of_split in parts.items():
-        parts[name] = [part for part in of_split if part.last - part.first >= args.num_frames]
-        if too_short := len(of_split) - len(parts[name]):
-            logger.warning(
-                f"Dropped {too_short} of the {len(of_split)} videos of the {name} split: there they have fewer than "
-                f"`num_frames` {args.num_frames} frames."
-            )
-        if not parts[name]:
-            raise ValueError(
-                f"The {name} split holds no clip of `num_frames` {args.num_frames}: it has frames {of_split[0].first} "
-                f"to {of_split[0].last} of {of_split[0].path} (in between, `split_gap` frames are left out)."
-            )
+        splits["test"] = test
+    return {name: _long_parts(parts, name, args.num_frames) for name, parts in splits.items()}
+
+
+def _split_by_time(videos: list[VideoPart], args: VideoArguments) -> dict[str, list[VideoPart]]:
+    """The beginning of each video for training, and its end for validation."""
+    parts = {"train": [], "validation": []}
+    for video in videos:
+        border = round((1 - args.validation_percentage / 100) * (video.last - args.split_gap))
+        parts["train"].append(video._replace(last=border))
+        parts["validation"].append(video._replace(first=border + args.split_gap))
     return parts
+
+
+def _split_by_video(videos: list[VideoPart], args: VideoArguments) -> dict[str, list[VideoPart]]:
+    """Some videos for validation, drawn at random, and the others for training."""
+    if len(videos) < 2:
+        raise ValueError(
+            f"`split_by` video needs two training videos, and there is {videos[0].path}: use 'time'."
+        )
+
+    order = np.random.default_rng(args.split_seed).permutation(len(videos)).tolist()
+    count = round(args.validation_percentage / 100 * len(videos))
+    count = min(max(1, count), len(videos) - 1)
+
+    return {
+        "train": [videos[index] for index in sorted(order[count:])],
+        "validation": [videos[index] for index in sorted(order[:count])],
+    }
+
+
+def _long_parts(parts: list[VideoPart], split: str, num_frames: int) -> list[VideoPart]:
+    """Those that hold a clip; says on the screen how many do not, and ValueError where none does."""
+    long_enough = [part for part in parts if part.last - part.first >= num_frames]
+    if not long_enough:
+        part = parts[0]
+        raise ValueError(
+            f"The {split} split holds no clip of `num_frames` {num_frames}: it has frames {part.first} to {part.last} "
+            f"of {part.path} (in between, `split_gap` frames are left out)."
+        )
+
+    if len(long_enough) < len(parts):
+        logger.warning(
+            f"Dropped {len(parts) - len(long_enough)} of the {len(parts)} videos of the {split} split: there they "
+            f"have fewer than `num_frames` {num_frames} frames."
+        )
+    return long_enough
 
 
 def find_videos(patterns: Sequence[str]) -> list[str]:
     """Video files and folders of frames, each once, in natural order; ValueError naming a pattern without any."""
-    found = []
+
+    videos = []
     for pattern in patterns:
-        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern)
-        if not matches:
+        paths = glob.glob(pattern)
+        if os.path.exists(pattern):
+            paths = [pattern]
+        if not paths:
             raise ValueError(f"There is no video at {pattern!r}: check the path.")
-        found += map(os.path.realpath, sorted(matches, key=_natural))
-    return list(dict.fromkeys(found))
+        videos.extend(map(os.path.realpath, sorted(paths, key=_natural)))
+
+    return list(dict.fromkeys(videos))
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
@@ -169,9 +194,11 @@ def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[d
     """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples."""
     for path, start, last, _ in parts:
         frames = islice(read_frames(path, size), start, last)
-        while len(clip := list(islice(frames, num_frames))) == num_frames:
+        clip = list(islice(frames, num_frames))
+        while len(clip) == num_frames:
             yield {"frames": np.stack(clip), "video": path, "start": start}
             start += num_frames
+            clip = list(islice(frames, num_frames))
 
 
 def _whole(path: str) -> VideoPart:
@@ -181,25 +208,26 @@ def _whole(path: str) -> VideoPart:
     if not os.path.isdir(path):
         with _opened(path) as container:
             count = sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
-    stats = ((file, os.stat(file)) for file in files)
-    return VideoPart(
-        path,
-        0,
-        count,
-        Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]),
-    )
+
+    states = []
+    for file in files:
+        stat = os.stat(file)
+        states.append((file, stat.st_size, stat.st_mtime_ns))
+    return VideoPart(path, 0, count, Hasher.hash(states))
 
 
 def _files(path: str) -> list[str]:
     """A video file alone, or the images of a folder in natural order."""
     if not os.path.isdir(path):
         return [path]
+
     # A pattern leaves out hidden files, as UCSD's "._001.tif".
     files = [
         file
         for file in glob.glob(f"{glob.escape(path)}/*")
         if file.lower().endswith(IMAGE_SUFFIXES)
     ]
+
     if not files:
         raise ValueError(
             f"The folder {path} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}."
@@ -209,7 +237,9 @@ def _files(path: str) -> list[str]:
 
 def _natural(path: str) -> list:
     """Sort key that puts frame 2 before frame 10."""
-    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", path)]
+    words = re.split(r"(\d+)", path)
+    words[1::2] = map(int, words[1::2])
+    return words
 
 
 @contextmanager
@@ -220,8 +250,5 @@ def _opened(path: str):
     try:
         with av.open(path) as container:
             yield container
-    except (
-        av.error.FFmpegError,
-        IndexError,
-    ) as error:  # a file without a video stream has no first one
+    except (av.error.FFmpegError, IndexError) as error:  # without a video stream, none is the first
         raise ValueError(f"{path} cannot be read as a video or an image ({error}).") from error

@@ -1,10 +1,10 @@
-"""The verdict: row by row, whether what was asked of the layers is met on held-out data, with confidence.
+"""The verdict: for each constraint, whether held-out data show with confidence that it is met.
 
-It assumes that the examples are independent, of the distribution that the statement is about, and that none of them
-was used to train this model or to choose it. It is about the layer losses of one model; the constants of the paper's
-theorems cannot be measured and are not claimed.
+It assumes independent examples of the distribution that you care about. None of them may have trained this model or
+chosen it. The verdict is about the layer losses of one model; it does not claim the constants of the paper's theorems,
+which cannot be measured.
 
-A problem has rows (constraints), and the data has examples; where both occur, the latter are called examples here.
+A constraint is also called a row of the problem. A row of the data is called an example where both occur.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,22 @@ import torch
 
 from ..constraints.problem import AT_CHANCE, SMALLEST, DescentProblem, largest_rise
 from .intervals import LEAST_ROWS, LEAST_SKEWED_ROWS, confidence_limits, values_of_rows
-from .price import Price, Reference, price_of
+from .price import Price, Reference, percent, price_of
 from .scoring import Result, format_table
 
 
 # Of means over blocks of batches, which evaluations of version 0.2 kept in place of examples.
 LEAST_BLOCKS = 8
-MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
+MET = "met"
+NOT_MET = "not met"
+NOT_SHOWN = "not shown"
 ALSO_SELECTED = "Training was fitted to some of these rows, or has chosen its checkpoint by them: judge by others."
 
 
 @dataclass
 class Certificate(Result):
-    """The verdict: what each row of a problem asked and reached; layer l at index l-1, rows in the problem's order.
+    """The verdict: what each row of a problem asked for and what was reached; layer l at index l-1, rows in the
+    problem's order.
 
     Attributes:
         losses (float64 `[L]`): f_l.
@@ -105,14 +108,15 @@ class Certificate(Result):
     def headline(self) -> str:
         """The verdict in one line."""
         share = None if self.price is None else self.price.share
-        price = "unknown" if share is None else f"{100 * share:+.1f} %"
+        price = "unknown" if share is None else percent(share)
         return f"VERDICT: {self.outcome.upper()}, price {price}"
 
     def with_plain(self, plain: "float | Result") -> "Certificate":
         """This verdict, with the price beside a plain run: its f_L, or its [`LayerProfile`] on the same data."""
-        loss = float(plain.losses[-1]) if isinstance(plain, Result) else float(plain)
-        price = self.price or Price(float(self.losses[-1]), None, {})
-        return replace(self, price=replace(price, plain=loss))
+        price = self.price
+        if price is None:
+            price = Price(float(self.losses[-1]), None, {})
+        return replace(self, price=replace(price, plain=_last_loss(plain)))
 
     def __str__(self) -> str:
         lines = [format_table(self._table()), f"{self._summary()}."]
@@ -128,24 +132,22 @@ class Certificate(Result):
         return "\n".join(lines)
 
     def _table(self) -> list[list[str]]:
+        """The rows of the table; columns that say nothing are left out."""
         columns = {
             "row": self.rows,
             "asked": [f"{loss:.4g}" for loss in self.asked],
             "reached": [f"{loss:.4g}" for loss in self.reached],
             f"+- ({100 * self.confidence:.6g}%)": [f"{error:.2g}" for error in self.radii],
             "tolerance": [f"{tolerance:.2g}" for tolerance in self.tolerances],
-            "multiplier": [f"{multiplier:.3g}" for multiplier in self.multipliers or []],
-            "verdict": self.verdicts,
         }
-        if any(self.reasons or []):
-            width = max(map(len, self.reasons))
-            columns["reason"] = [reason.ljust(width) for reason in self.reasons]
-        columns = {title: cells for title, cells in columns.items() if cells}
-        if "reason" in columns:
-            columns = {
-                name.ljust(width) if name == "reason" else name: cells
-                for name, cells in columns.items()
-            }
+        if self.multipliers:
+            columns["multiplier"] = [f"{multiplier:.3g}" for multiplier in self.multipliers]
+        columns["verdict"] = self.verdicts
+        if self.reasons and any(self.reasons):
+            reasons = ["reason", *self.reasons]
+            width = max(map(len, reasons))
+            title, *cells = [reason.ljust(width) for reason in reasons]  # aligned to the left
+            columns[title] = cells
         return [list(columns), *map(list, zip(*columns.values()))]
 
     def _summary(self) -> str:
@@ -196,56 +198,41 @@ def certify(
         plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data.
         has_price (`bool`): whether to say the price; plain training has none.
     """
-    problem = _on_cpu(problem, chance)
+    price = None
+    if has_price:
+        plain_loss = None if plain is None else _last_loss(plain)
+        price = price_of(rows, references, max_last_layer_rise, plain_loss)
+    judged = _Judged.of(_on_cpu(problem, chance), rows, confidence, least_rows, chance, price)
+    problem = judged.problem
+    losses = torch.from_numpy(judged.losses)  # [L]
+    asked, _ = judged.bounds
+    is_met = judged.is_met
+    verdicts = judged.verdicts
 
-    def excess(losses: np.ndarray) -> np.ndarray:
-        return torch.cat(problem.excess(torch.from_numpy(losses))).numpy()
-
-    count = len(problem.rows)
-    values, of_rows = values_of_rows(excess, rows)  # [2 * count + 1]
-    losses = torch.from_numpy(rows[:, :-1].sum(axis=0) / rows[:, -1].sum())  # [L]
-    lower, upper = confidence_limits(of_rows, confidence, least_rows)
-    if problem.num_layers < 2 or not (losses > 0).all():
-        lower, upper = np.full_like(values, -np.inf), np.full_like(values, np.inf)
-
-    learned = (upper[count:-1] < 0) & (upper[-1] < 0) & (chance != 0)
-    met = (upper[:count] <= 0) & learned & bool(chance)
-    failed = (lower[:count] > 0) | (lower[count:-1] > 0)
-    price = price_of(rows, references, max_last_layer_rise, plain) if has_price else None
-    if price is not None and price.exceeded:
-        met, failed = np.zeros_like(met), np.ones_like(failed)
-    verdicts = np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist()
-
-    index = [row.index for row in problem.rows]
-    asked, tolerances = (values[index].numpy() for values in problem.bounds(losses))
-    judged = _Judged(
-        problem, losses.numpy(), values, lower, upper, len(rows), least_rows, chance, price
-    )
-    asks_nothing = [judged.asks_nothing(place) for place in range(count)]
-    radii = np.where(np.isinf(upper) | np.isnan(values), np.nan, upper - values)[:count]
-    spread = confidence_limits(
-        values_of_rows(lambda losses: losses, rows)[1], confidence, least_rows
-    )
-    shortfalls = upper[:count].clip(min=0) / (problem.chance - asked).clip(min=SMALLEST)
+    descent_share = None
+    if chance and judged.upper[-1] < 0:
+        descent_share = problem.descent_share(losses)
+    if multipliers is not None:
+        multipliers = [float(multipliers[row.index]) for row in problem.rows]
     return Certificate(
-        losses=losses.numpy(),
+        losses=judged.losses,
         rows=[row.name for row in problem.rows],
         asked=asked,
-        reached=losses[[row.layer - 1 for row in problem.rows]].numpy(),
-        tolerances=tolerances,
-        radii=np.where(asks_nothing, np.nan, radii),
+        reached=judged.losses[[row.layer - 1 for row in problem.rows]],
+        tolerances=judged.bounds[1],
+        radii=judged.radii,
         verdicts=verdicts,
-        feasible=bool(met.all()),
-        has_learned=bool(learned.all()),
+        feasible=bool(is_met.all()),
+        has_learned=bool(judged.has_learned.all()),
         max_violation=problem.max_violation(losses).item(),
-        shortfall=float(shortfalls.max()),
-        descent_share=problem.descent_share(losses) if chance and upper[-1] < 0 else None,
+        shortfall=judged.shortfall,
+        descent_share=descent_share,
         largest_rise=largest_rise(losses),
         gamma=gamma,
         confidence=confidence,
-        multipliers=None if multipliers is None else [float(multipliers[row]) for row in index],
+        multipliers=multipliers,
         items=round(rows[:, -1].sum()) if items is None else items,
-        loss_radii=np.where(np.isinf(spread[1]), np.nan, (spread[1] - spread[0]) / 2),
+        loss_radii=half_widths(rows, confidence, least_rows),
         reasons=[judged.reason(place, verdict) for place, verdict in enumerate(verdicts)],
         examples=len(rows),
         price=price,
@@ -253,26 +240,115 @@ def certify(
     )
 
 
+def half_widths(rows: np.ndarray, confidence: float, least_rows: int = LEAST_ROWS) -> np.ndarray:
+    """Half-widths `[L]` of the intervals of mean losses, from the sums of rows `[n, L + 1]`; not a number where there
+    are too few rows."""
+    _, of_rows = values_of_rows(lambda losses: losses, rows)
+    lower, upper = confidence_limits(of_rows, confidence, least_rows)
+    return np.where(np.isinf(upper - lower), np.nan, (upper - lower) / 2)
+
+
+def _last_loss(plain: "float | Result") -> float:
+    """f_L of a plain run, given as a number or as its profile."""
+    return float(plain.losses[-1]) if isinstance(plain, Result) else float(plain)
+
+
 def _on_cpu(problem: DescentProblem, chance: float | None) -> DescentProblem:
     """The problem on the CPU, with the loss at chance that is the least of those known."""
     arguments = problem.state_dict()
-    known = [value for value in (arguments["chance_loss"], chance) if value]
-    return DescentProblem(**arguments | {"chance_loss": min(known, default=None)})
+    known = [loss for loss in (arguments["chance_loss"], chance) if loss]
+    arguments["chance_loss"] = min(known, default=None)
+    return DescentProblem(**arguments)
 
 
 @dataclass
 class _Judged:
-    """What the reason of a row is told from; intervals as in `certify`: of the rows, of their layers, of f_L."""
+    """What the verdict on each of R rows is told from.
+
+    Values and limits are of the excess of each row, of the excess over chance of each row's layer, and of that of the
+    last layer: below 0 a row is met, and a layer is not at chance.
+    """
 
     problem: DescentProblem
     losses: np.ndarray  # [L]
-    values: np.ndarray  # [2 * rows + 1], as `lower` and `upper`
-    lower: np.ndarray
-    upper: np.ndarray
+    values: np.ndarray  # [2 R + 1]
+    lower: np.ndarray  # [2 R + 1]
+    upper: np.ndarray  # [2 R + 1]
     examples: int
     least_examples: int
     chance: float | None
     price: Price | None
+
+    @classmethod
+    def of(
+        cls,
+        problem: DescentProblem,
+        rows: np.ndarray,
+        confidence: float,
+        least_rows: int,
+        chance: float | None,
+        price: Price | None,
+    ) -> "_Judged":
+        """From the sums of rows of the data; the other arguments are as for `certify`."""
+
+        def excess(losses: np.ndarray) -> np.ndarray:
+            return torch.cat(problem.excess(torch.from_numpy(losses))).numpy()
+
+        losses = rows[:, :-1].sum(axis=0) / rows[:, -1].sum()
+        values, of_rows = values_of_rows(excess, rows)
+        lower, upper = confidence_limits(of_rows, confidence, least_rows)
+        if problem.num_layers < 2 or not (losses > 0).all():
+            lower = np.full_like(values, -np.inf)
+            upper = np.full_like(values, np.inf)
+        return cls(problem, losses, values, lower, upper, len(rows), least_rows, chance, price)
+
+    @property
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """What each row asks, and its tolerance, `[R]` each."""
+        index = [row.index for row in self.problem.rows]
+        asked, tolerances = self.problem.bounds(torch.from_numpy(self.losses))
+        return asked[index].numpy(), tolerances[index].numpy()
+
+    @property
+    def has_learned(self) -> np.ndarray:
+        """Whether each row's layer and the last one are shown not to be at chance, `[R]`."""
+        count = len(self.problem.rows)
+        if self.chance == 0:
+            return np.zeros(count, dtype=bool)
+        return (self.upper[count:-1] < 0) & (self.upper[-1] < 0)
+
+    @property
+    def _is_too_dear(self) -> bool:
+        return self.price is not None and self.price.exceeded is not None
+
+    @property
+    def is_met(self) -> np.ndarray:
+        """Whether each row is shown to be met, `[R]`."""
+        if self._is_too_dear or not self.chance:
+            return np.zeros(len(self.problem.rows), dtype=bool)
+        return (self.upper[: len(self.problem.rows)] <= 0) & self.has_learned
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The verdict on each row, in words."""
+        count = len(self.problem.rows)
+        is_failed = (self.lower[:count] > 0) | (self.lower[count:-1] > 0) | self._is_too_dear
+        return np.where(self.is_met, MET, np.where(is_failed, NOT_MET, NOT_SHOWN)).tolist()
+
+    @property
+    def radii(self) -> np.ndarray:
+        """From the excess of each row to its upper limit, `[R]`; not a number where there is none."""
+        count = len(self.problem.rows)
+        asks_nothing = [self.asks_nothing(place) for place in range(count)]
+        is_unknown = np.isinf(self.upper[:count]) | np.isnan(self.values[:count]) | asks_nothing
+        return np.where(is_unknown, np.nan, self.upper[:count] - self.values[:count])
+
+    @property
+    def shortfall(self) -> float:
+        """See [`Certificate`]."""
+        asked, _ = self.bounds
+        miss = self.upper[: len(self.problem.rows)].clip(min=0)
+        return float((miss / (self.problem.chance - asked).clip(min=SMALLEST)).max())
 
     def asks_nothing(self, place: int) -> bool:
         """Whether the row follows f_L, and there is no way down to it."""
@@ -285,12 +361,15 @@ class _Judged:
             return ""
         if verdict == NOT_MET:
             return self._why_not_met(place)
-        return self._why_no_verdict() or self._why_not_shown(place)
+        why = self._why_no_verdict()
+        if why is None:
+            why = self._why_not_shown(place)
+        return why
 
     def _why_not_met(self, place: int) -> str:
         if self.lower[place] > 0:
             return f"missed by {self.values[place]:.2g}"
-        if self.price is not None and self.price.exceeded:
+        if self._is_too_dear:
             return self.price.reason
         return f"layer {self.problem.rows[place].layer} is at chance ({self._chance})"
 
@@ -309,7 +388,8 @@ class _Judged:
         return None
 
     def _why_not_shown(self, place: int) -> str:
-        row, layer_place = self.problem.rows[place], len(self.problem.rows) + place
+        row = self.problem.rows[place]
+        layer_place = len(self.problem.rows) + place
         if self.asks_nothing(place):
             return f"f_L is not below f_0 ({self.problem.initial_loss_bound:.4g})"
         if self.values[-1] >= 0:

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,9 @@ from .scoring import (
     metric_value,
     name_of,
     noise_key,
+    noisy,
 )
-from .sums import BlockSums, pseudo_values, radius
+from .sums import BlockSums, Fingerprint, pseudo_values, radius
 
 
 Perturbation = Callable[[Mapping, float, np.random.Generator], Mapping]
@@ -82,9 +83,8 @@ class NoiseCurve(Result):
         """Standard deviation of the metric over draws (n - 1), `[G]`; not a number for a single draw."""
         if self.values.shape[1] == 1:
             return np.full(len(self.values), np.nan)
-        return (self.values - self.values[:, :1]).std(
-            axis=1, ddof=1
-        )  # shifted: exactly 0 for equal draws
+        shifted = self.values - self.values[:, :1]  # so that it is exactly 0 for equal draws
+        return shifted.std(axis=1, ddof=1)
 
     @property
     def auc(self) -> float:
@@ -104,22 +104,16 @@ class NoiseCurve(Result):
     @property
     def auc_id(self) -> float | None:
         """Average of the metric over the levels up to `gamma_train` (interpolated there); `None` if there are none."""
-        exists = self.gamma_train is not None and self.gamma_train >= self.gammas[0]
-        return (
-            self._average(self.gammas[0], min(self.gamma_train, self.gammas[-1]))
-            if exists
-            else None
-        )
+        if self.gamma_train is None or self.gamma_train < self.gammas[0]:
+            return None
+        return self._average(self.gammas[0], min(self.gamma_train, self.gammas[-1]))
 
     @property
     def auc_ood(self) -> float | None:
         """Average of the metric over the levels above `gamma_train` (interpolated there); `None` if there are none."""
-        exists = self.gamma_train is not None and self.gamma_train < self.gammas[-1]
-        return (
-            self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1])
-            if exists
-            else None
-        )
+        if self.gamma_train is None or self.gamma_train >= self.gammas[-1]:
+            return None
+        return self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1])
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
@@ -136,9 +130,8 @@ class NoiseCurve(Result):
         def statistic(sums):
             values = metric_value(self.metric, self.scale, sums)
             curve = replace(self, values=values, losses=mean_loss(sums), blocks=None)
-            return np.asarray(
-                getattr(curve, name), dtype=float
-            )  # of a summary that is `None`: not a number
+            # A summary that is `None` becomes a number that is none.
+            return np.asarray(getattr(curve, name), dtype=float)
 
         return statistic
 
@@ -147,37 +140,42 @@ class NoiseCurve(Result):
         inside = self.gammas[(self.gammas > low) & (self.gammas < high)]
         grid = np.array([low, *inside, high])
         curve = np.interp(grid, self.gammas, self.mean)
-        return float(np.trapezoid(curve, grid) / (high - low)) if high > low else float(curve[0])
+        if high <= low:
+            return float(curve[0])
+        return float(np.trapezoid(curve, grid) / (high - low))
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging: `<metric>@<gamma>`, `loss@<gamma>` and the summaries that exist."""
-        levels = {}
+        numbers = {}
         for gamma, value, loss in zip(self.gammas, self.mean, self.mean_losses):
-            levels |= {f"{self.metric}@{gamma:g}": float(value), f"loss@{gamma:g}": float(loss)}
-        summaries = {
-            name: getattr(self, name) for name in SUMMARIES if name != "auc" or len(self.gammas) > 1
-        }
-        if np.isfinite(error := self.radius("auc_over_range")):
-            summaries["auc_over_range_radius"] = float(error)
-        return levels | {
-            f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None
-        }
+            numbers[f"{self.metric}@{gamma:g}"] = float(value)
+            numbers[f"loss@{gamma:g}"] = float(loss)
+        for name in SUMMARIES:
+            value = getattr(self, name)
+            has_area = name != "auc" or len(self.gammas) > 1
+            if value is not None and has_area:
+                numbers[f"{self.metric}_{name}"] = value
+        error = self.radius("auc_over_range")
+        if np.isfinite(error):
+            numbers[f"{self.metric}_auc_over_range_radius"] = float(error)
+        return numbers
 
     def __str__(self) -> str:
-        rows = [["gamma", self.metric, "+- (95 %)", "sd of draws", "loss"]]
+        table = [["gamma", self.metric, "+- (95 %)", "sd of draws", "loss"]]
         radius = np.broadcast_to(self.radius("mean"), self.mean.shape)
-        for gamma, value, error, spread, loss in zip(
-            self.gammas, self.mean, radius, self.std, self.mean_losses
-        ):
-            rows.append(
-                [f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"]
-            )
-        area, error = (
-            f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}",
-            self.radius("auc_over_range"),
-        )
-        area += f" +- {error:.2g} (95 %)" if np.isfinite(error) else ""
-        return format_table(rows) + (f"\n{area}" if len(self.gammas) > 1 else "")
+        columns = zip(self.gammas, self.mean, radius, self.std, self.mean_losses)
+        for gamma, value, error, spread, loss in columns:
+            numbers = [f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"]
+            table.append([f"{gamma:.4g}", *numbers])
+        text = format_table(table)
+        if len(self.gammas) == 1:
+            return text
+
+        text += f"\nAUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}"
+        error = self.radius("auc_over_range")
+        if np.isfinite(error):
+            text += f" +- {error:.2g} (95 %)"
+        return text
 
 
 def noise_curve(
@@ -215,9 +213,68 @@ def noise_curve(
     `noise` or a `DataLoader`, or `noise` that is attached already.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
-    gamma_train = max(
-        levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None
+    trained = levels_of("gamma_train", () if gamma_train is None else gamma_train)
+    _check_arguments(gammas, draws, dataset, perturbation, noise)
+    if noise is None and perturbation is None and any(gammas):
+        noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
+    evaluation = Evaluation(model, dataset, **settings)
+    inputs_of = partial(_inputs_of, evaluation, perturbation, seed)
+    sums = BlockSums(evaluation.accelerator)
+    fingerprint = Fingerprint(evaluation.accelerator)
+    read = None
+    # Its router's loss, which a mixture of experts adds, is no part of the task loss.
+    router_flags = config_flags(model.modules(), ["output_router_logits"])
+    with evaluating(model), switched_off(router_flags):
+        for index, batch in evaluation.batches("Noise curve", as_rows=perturbation is not None):
+            scores = np.zeros((len(gammas), draws, 4))
+            for level, gamma in enumerate(gammas):
+                for draw in range(draws if gamma else 1):
+                    inputs = inputs_of(batch, index, gamma, draw)
+                    if level == draw == 0:
+                        fingerprint.add(index, evaluation.fingerprint(inputs))
+                    if read is None:
+                        read = _reader(evaluation, inputs)
+                    with noisy(noise, gamma, draw, index):
+                        outputs = read(evaluation.task.model_inputs(inputs))
+                    # Level 0 has one draw, which stands for all.
+                    scores[level, draw:] = evaluation.score(outputs, inputs)
+            sums.add(index, scores)
+
+    blocks = sums.total()
+    total = blocks.sum(axis=0)  # [levels, draws, 4]
+    metric = name_of(evaluation.metric)
+    scale = float(evaluation.scale)
+    conditions = {
+        "seed": seed if noise is None else noise.seed,
+        "draws": draws,
+        "batch_size": getattr(dataset, "batch_size", evaluation.batch_size),
+        "samples": None,
+        "data": fingerprint.text(),
+        "sigma": None if noise is None else noise.sigma,
+        "perturbation": _name_of_perturbation(noise, perturbation),
+    }
+    if has_length(dataset) and not isinstance(dataset, DataLoader):
+        conditions["samples"] = len(dataset)
+    return NoiseCurve(
+        metric,
+        gammas=np.array(gammas),
+        values=metric_value(metric, scale, total),
+        losses=mean_loss(total),
+        gamma_train=max(trained, default=None),
+        blocks=blocks,
+        scale=scale,
+        greater_is_better=greater_is_better(evaluation.metric),
+        settings={name: as_python(value) for name, value in conditions.items()},  # for JSON
     )
+
+
+def _check_arguments(
+    gammas: list[float],
+    draws: int,
+    dataset: Dataset | DataLoader,
+    perturbation: Perturbation | None,
+    noise: EmbeddingNoise | None,
+) -> None:
     if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
         raise ValueError(
             f"`gammas` is {gammas}, `draws` is {draws}; give one or more of each, levels from 0 on."
@@ -230,62 +287,52 @@ def noise_curve(
         raise ValueError(
             "`noise` is attached to the model, and would perturb every level; remove it first."
         )
-    if noise is None and perturbation is None and any(gammas):
-        noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
-    evaluation = Evaluation(model, dataset, **settings)
-    sums, readout = BlockSums(evaluation.accelerator), None
-    cells = [
-        (level, draw) for level, gamma in enumerate(gammas) for draw in range(draws if gamma else 1)
-    ]
-    # Its router's loss, which a mixture of experts adds, is no part of the task loss.
-    router_flags = config_flags(model.modules(), ["output_router_logits"])
-    with evaluating(model), switched_off(router_flags):
-        for index, batch in evaluation.batches("Noise curve", as_rows=perturbation is not None):
-            scores, fingerprint = np.zeros((len(gammas), draws, 4)), None
-            for level, draw in cells:
-                gamma, inputs, noisy = gammas[level], batch, nullcontext()
-                if perturbation is not None:
-                    first = index * evaluation.batch_size
-                    inputs = evaluation.collate(
-                        _perturbed(batch, first, gamma, draw, seed, perturbation)
-                    )
-                elif gamma:
-                    noisy = noise.at(gamma, *noise_key(draw, gamma, index))
-                fingerprint = fingerprint or evaluation.fingerprint(inputs)
-                given = evaluation.task.model_inputs(inputs)
-                if evaluation.readout is not None and readout is None:
-                    readout = Readout.probe(model, given, evaluation.readout)
-                    evaluation.task.check_loss_function()
-                with noisy:
-                    outputs = model(**given) if readout is None else readout.read_last(given)
-                scores[level, draw if gamma else slice(None)] = evaluation.score(outputs, inputs)
-            sums.add(index, scores, fingerprint)
-    blocks = sums.total()
-    total = blocks.sum(axis=0)  # [levels, draws, 4]
-    metric, scale, kind = name_of(evaluation.metric), float(evaluation.scale), noise or perturbation
-    conditions = {
-        "seed": seed if noise is None else noise.seed,
-        "draws": draws,
-        "batch_size": getattr(dataset, "batch_size", evaluation.batch_size),
-        "samples": len(dataset)
-        if has_length(dataset) and not isinstance(dataset, DataLoader)
-        else None,
-        "data": sums.fingerprint(),
-        "sigma": None if noise is None else noise.sigma,
-        "perturbation": "gaussian" if kind is None else getattr(kind, "name", name_of(kind)),
-    }
-    conditions = {name: as_python(value) for name, value in conditions.items()}  # for JSON
-    found = np.array(gammas), metric_value(metric, scale, total), mean_loss(total)
-    return NoiseCurve(
-        metric, *found, gamma_train, blocks, scale, greater_is_better(evaluation.metric), conditions
-    )
 
 
-def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str, Any]]:
-    """The rows of a batch, numbered from `first`, perturbed at one level; equal numbers get equal errors."""
-    keys = [noise_key(draw, gamma, number) for number in range(first, first + len(rows))]
-    streams = (np.random.SeedSequence(seed, spawn_key=key) for key in keys)
-    return [
-        perturbation(row, gamma, np.random.default_rng(stream))
-        for row, stream in zip(rows, streams)
+def _inputs_of(
+    evaluation: Evaluation,
+    perturbation: Perturbation | None,
+    seed: int,
+    batch: Any,
+    index: int,
+    gamma: float,
+    draw: int,
+) -> Mapping[str, Any]:
+    """The inputs of a batch: as they are, or from its rows, perturbed at one level."""
+    if perturbation is None:
+        return batch
+    first = index * evaluation.batch_size
+    rows = [
+        _perturbed(row, number, gamma, draw, seed, perturbation)
+        for number, row in enumerate(batch, start=first)
     ]
+    return evaluation.collate(rows)
+
+
+def _perturbed(
+    row: Mapping[str, Any],
+    number: int,
+    gamma: float,
+    draw: int,
+    seed: int,
+    perturbation: Perturbation,
+) -> Mapping[str, Any]:
+    """The row of this number, perturbed at one level; equal numbers get equal errors."""
+    stream = np.random.SeedSequence(seed, spawn_key=noise_key(draw, gamma, number))
+    return perturbation(row, gamma, np.random.default_rng(stream))
+
+
+def _reader(evaluation: Evaluation, inputs: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """What maps the inputs of the model to its outputs: the model, or the custom readout of its last layer."""
+    model = evaluation.model
+    if evaluation.readout is None:
+        return lambda arguments: model(**arguments)
+    readout = Readout.probe(model, evaluation.task.model_inputs(inputs), evaluation.readout)
+    evaluation.task.check_loss_function()
+    return readout.read_last
+
+
+def _name_of_perturbation(noise: EmbeddingNoise | None, perturbation: Perturbation | None) -> str:
+    if perturbation is not None:
+        return getattr(perturbation, "name", name_of(perturbation))
+    return "gaussian" if noise is None else noise.name

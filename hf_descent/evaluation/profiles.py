@@ -1,7 +1,6 @@
 """The layer profile: loss and metric of the shared readout at every layer."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -15,15 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 from ..configs import levels_of
 from ..constraints.problem import DescentProblem, largest_rise
 from ..losses.constant import chance_of
-from ..losses.layerwise import find_layer_losses
+from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
-from .certificates import LEAST_BLOCKS, Certificate, certify
-from .intervals import LEAST_ROWS, confidence_limits, values_of_rows
-from .price import Reference
+from .certificates import LEAST_BLOCKS, Certificate, certify, half_widths
+from .intervals import LEAST_ROWS
+from .price import Reference, on_same_rows
 from .row_sums import RowSums, rounded
-from .scoring import Evaluation, Result, format_table, metric_value, name_of, noise_key
-from .sums import BlockSums, radius
+from .scoring import Evaluation, Result, format_table, metric_value, name_of, noisy
+from .sums import BlockSums, Fingerprint, radius
 
 
 @dataclass
@@ -32,7 +31,7 @@ class LayerProfile(Result):
 
     Attributes:
         metric (`str`): name of the metric.
-        losses (float64 `[L]`): f_l, averaged over items.
+        losses (float64 `[L]`): f_l, averaged over items (labelled rows, tokens or numbers).
         values (float64 `[L]`): the metric read out at each layer.
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
@@ -41,7 +40,7 @@ class LayerProfile(Result):
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
-        facts (`dict`, *optional*): those of the training that a verdict on `problem` tells, see [`certify`].
+        facts (`dict`): what a verdict on `problem` says of the training, see [`certify`].
         row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
             the source of the intervals of the loss and of the verdict; profiles of version 0.2 have blocks alone.
         whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
@@ -57,14 +56,19 @@ class LayerProfile(Result):
     scale: float = 1.0
     data: str | None = None
     chance: float | None = None
-    facts: dict[str, Any] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
     row_sums: np.ndarray | None = None
     whole_batches: int = 0
     references: list[Reference | Mapping[str, Any]] = field(default_factory=list)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.facts is None:  # in files of former versions
+            self.facts = {}
+
     @property
     def ending(self) -> str:
-        """Of the name of its file among those of other noise levels: `layer_profile`, `layer_profile_gamma_0.5`."""
+        """The end of its file's name: "" without noise (`layer_profile`), else as in `layer_profile_gamma_0.5`."""
         return f"_gamma_{self.gamma:g}" if self.gamma else ""
 
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
@@ -72,10 +76,12 @@ class LayerProfile(Result):
         of the profile's. ValueError without a problem."""
         if self.problem is None:
             raise ValueError(
-                "Measured without `problem`, or with a loss at chance that is not known, nothing can be judged: give "
-                "`problem`."
+                "The profile has no constraints to judge: it was measured without `problem`, or the loss at chance is "
+                "not known. Give `problem`."
             )
-        facts = (self.facts or {}) | {"whole_batches": self.whole_batches} | facts
+        known = {"references": self.references, "whole_batches": self.whole_batches}
+        known.update(self.facts)
+        known.update(facts)
         rows, least_rows = self._rows()
         return certify(
             DescentProblem(**self.problem),
@@ -85,12 +91,12 @@ class LayerProfile(Result):
             chance=self.chance,
             least_rows=least_rows,
             items=round(self.blocks[:, -1, 3].sum()),
-            **{"references": self.references} | facts,
+            **known,
         )
 
     def keep_plain(self, plain: "LayerProfile") -> None:
         """Have verdicts on this profile tell the price beside that of plain training on the same data."""
-        self.facts = (self.facts or {}) | {"plain": float(plain.losses[-1])}
+        self.facts["plain"] = float(plain.losses[-1])
 
     def _rows(self) -> tuple[np.ndarray, int]:
         """What intervals of the loss are made of `[n, L + 1]`, and the least number of it."""
@@ -106,14 +112,13 @@ class LayerProfile(Result):
     @property
     def descent_share(self) -> float | None:
         """See [`DescentProblem`]; with constraints or without. `None` where f_L is not shown to be below chance."""
-        problem, depth = self.problem, len(self.losses)
-        if problem is None and self.chance and depth > 1:
-            problem = DescentProblem(
-                "line", self.chance, depth, chance_loss=self.chance
-            ).state_dict()
-        return (
-            None if problem is None else replace(self, problem=problem).certificate().descent_share
-        )
+        if self.problem is not None:
+            return self.certificate().descent_share
+        depth = len(self.losses)
+        if not self.chance or depth < 2:
+            return None
+        line = DescentProblem("line", self.chance, depth, chance_loss=self.chance)
+        return replace(self, problem=line.state_dict()).certificate().descent_share
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
@@ -124,31 +129,31 @@ class LayerProfile(Result):
         if self.blocks is None:
             return np.full(self.losses.shape, np.nan)
         rows, least_rows = self._rows()
-        _, of_rows = values_of_rows(lambda losses: losses, rows)
-        lower, upper = confidence_limits(of_rows, confidence, least_rows)
-        return np.where(np.isinf(upper - lower), np.nan, (upper - lower) / 2)
+        return half_widths(rows, confidence, least_rows)
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
-        found = {
+        numbers = {
             "largest_rise": largest_rise(torch.from_numpy(self.losses)),
             "descent_share": self.descent_share,
         }
         for layer, (loss, value) in enumerate(zip(self.losses, self.values), start=1):
-            found |= {f"layer_loss_{layer}": loss, f"layer_{self.metric}_{layer}": value}
+            numbers[f"layer_loss_{layer}"] = loss
+            numbers[f"layer_{self.metric}_{layer}"] = value
         if self.problem is not None:
             verdict = self.certificate()
-            found |= {"max_violation": verdict.max_violation, "feasible": verdict.feasible}
-        return {name: float(value) for name, value in found.items() if value is not None}
+            numbers["max_violation"] = verdict.max_violation
+            numbers["feasible"] = verdict.feasible
+        return {name: float(number) for name, number in numbers.items() if number is not None}
 
     def __str__(self) -> str:
-        columns = self.losses, self.radius("losses"), self.values, self.radius("values")
-        rows = [["layer", "loss", "+- (95 %)", self.metric, "+- (95 %)"]]
-        for layer, (loss, loss_error, value, error) in enumerate(zip(*columns), start=1):
-            rows.append(
-                [f"{layer}", f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"]
-            )
-        text, share = format_table(rows), self.descent_share
+        table = [["layer", "loss", "+- (95 %)", self.metric, "+- (95 %)"]]
+        columns = zip(self.losses, self.radius("losses"), self.values, self.radius("values"))
+        for layer, (loss, loss_error, value, error) in enumerate(columns, start=1):
+            numbers = [f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"]
+            table.append([f"{layer}", *numbers])
+        text = format_table(table)
+        share = self.descent_share
         if share is not None:
             text += f"\ndescent share {share:.2f}, at f_L = {self.losses[-1]:.5g}"
         return text
@@ -184,8 +189,8 @@ def layer_profiles(
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
         seed, sigma: see [`EmbeddingNoise`].
-        readings (mapping): of the last layer at earlier times on the same batches without noise, each `[rows, 2]` by
-            the number of its batch: losses over items, and items.
+        readings (mapping): earlier losses of the last layer on the same batches without noise, by their time. Each
+            maps the number of a batch to `[rows, 2]`: for each row the sum of its losses, and its items.
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -193,63 +198,88 @@ def layer_profiles(
     metric, or a `problem` of another number of layers.
     """
     gammas = levels_of("gammas", gammas)
-    problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
-    noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
+    if isinstance(problem, Mapping):
+        problem = DescentProblem(**problem)
+    noise = None
+    if any(gammas):
+        noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma)
     evaluation = Evaluation(model, dataset, **settings)
-    sums, layers, labels = BlockSums(evaluation.accelerator), None, None
+    sums = BlockSums(evaluation.accelerator)
+    fingerprint = Fingerprint(evaluation.accelerator)
     rows = [RowSums() for _ in gammas]
+    layers = None
+    labels = None
     with evaluating(model):
         for index, inputs in evaluation.batches("Layer profile"):
             if layers is None:
-                layers = find_layer_losses(
-                    model,
-                    inputs,
-                    evaluation.task,
-                    readout=evaluation.readout,
-                    needs_logits=evaluation.needs_logits,
-                )
-                if problem is not None and problem.num_layers != (depth := layers.num_layers):
-                    fault = (
-                        f"`problem` is of {problem.num_layers} layers, but the model has {depth}"
-                    )
-                    raise ValueError(f"{fault}: give the model's.")
+                layers = _layers_of(evaluation, inputs, problem)
             if layers.predictor is not None:
                 labels = layers.predictor.of_batch(evaluation.task, inputs).plus(labels)
+
             scores = []
             for level, gamma in enumerate(gammas):
-                with noise.at(gamma, *noise_key(0, gamma, index)) if gamma else nullcontext():
+                with noisy(noise, gamma, 0, index):
                     measured = layers.measure(model, inputs, evaluation.score, keep_logits=False)
                 scores.append(torch.stack(measured.scores))  # [layers, 4]
                 rows[level] = rows[level].plus(measured.rows, measured.is_split)
-            sums.add(index, torch.stack(scores).numpy(), evaluation.fingerprint(inputs))
-    blocks, fingerprint = sums.total(), sums.fingerprint()  # [blocks, levels, layers, 4]
-    metric, scale = name_of(evaluation.metric), float(evaluation.scale)
-    arguments = None if problem is None else problem.state_dict()
-    shared = evaluation.accelerator is not None
+            sums.add(index, torch.stack(scores).numpy())
+            fingerprint.add(index, evaluation.fingerprint(inputs))
+
+    blocks = sums.total()  # [blocks, levels, layers, 4]
+    data = fingerprint.text()
+    is_shared = evaluation.accelerator is not None
+    metric = name_of(evaluation.metric)
+    scale = float(evaluation.scale)
     profiles = []
     for level, gamma in enumerate(gammas):
-        variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
-        found = rows[level].gathered(shared, list(readings.values()))
-        references = [
-            Reference.measured(time, earlier, is_same_data=True)
-            for time, earlier in zip(readings, found.earlier)
-            if gamma == 0 and (earlier[:, 1] > 0).any()
-        ]
-        row_sums = found.sums
+        if labels is not None:
+            variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
+            labels = replace(labels, noise_variance=variance)
+        gathered = rows[level].gathered(is_shared, list(readings.values()))
+        row_sums = gathered.sums
         profiles.append(
             LayerProfile(
                 metric,
                 losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
                 values=metric_value(metric, scale, blocks[:, level].sum(axis=0)),
                 gamma=gamma,
-                problem=arguments,
+                problem=None if problem is None else problem.state_dict(),
                 blocks=blocks[:, level],
                 scale=scale,
-                data=fingerprint,
-                chance=chance_of(labels and replace(labels, noise_variance=variance), shared),
+                data=data,
+                chance=chance_of(labels, is_shared),
                 row_sums=rounded(row_sums),
-                whole_batches=found.whole_batches,
-                references=references,
+                whole_batches=gathered.whole_batches,
+                references=[] if gamma else on_same_rows(readings, gathered.earlier),
             )
         )
     return profiles
+
+
+def _layers_of(
+    evaluation: Evaluation, inputs: Mapping[str, Any], problem: DescentProblem | None
+) -> LayerLosses:
+    """The layers of a model, found on its first batch; ValueError where `problem` is of another number of them."""
+    layers = find_layer_losses(
+        evaluation.model,
+        inputs,
+        evaluation.task,
+        readout=evaluation.readout,
+        needs_logits=evaluation.needs_logits,
+    )
+    if problem is not None and problem.num_layers != layers.num_layers:
+        raise ValueError(
+            f"`problem` is of {problem.num_layers} layers, but the model has {layers.num_layers}: give the model's."
+        )
+    return layers
+
+
+def fingerprint_of(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> str:
+    """The `data` of a [`LayerProfile`] of the same arguments; it reads the data without the model."""
+    settings["progress"] = False
+    evaluation = Evaluation(model, dataset, **settings)
+    fingerprint = Fingerprint(evaluation.accelerator)
+    with evaluating(model):
+        for index, inputs in evaluation.batches():
+            fingerprint.add(index, evaluation.fingerprint(inputs))
+    return fingerprint.text()

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import Any
@@ -21,6 +22,7 @@ from transformers.trainer_utils import RemoveColumnsCollator, has_length
 from ..files import read_json, write_json
 from ..logs import progress_bar
 from ..losses.task import TaskLoss
+from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.stack import inner_model
@@ -32,21 +34,19 @@ CUSTOM = "a function (logits, labels) -> (sum, count)"
 
 
 def greater_is_better(metric: Metric) -> bool:
-    """The function's attribute of this name, also in a partial; without it yes, but for "rmse"."""
+    """The attribute of this name of a function, or of the function in a partial. Without it: yes, except for
+    "rmse"."""
+    default = metric != "rmse"
     function = getattr(metric, "func", metric)
-    return getattr(
-        metric, "greater_is_better", getattr(function, "greater_is_better", metric != "rmse")
-    )
+    return getattr(metric, "greater_is_better", getattr(function, "greater_is_better", default))
 
 
 def name_of(function: str | Callable) -> str:
-    """The name of a function, in a partial too, or of its class; what results call it."""
+    """What results call a function: its name, also in a partial, or that of its class."""
     function = getattr(function, "func", function)
-    return (
-        function
-        if isinstance(function, str)
-        else getattr(function, "__name__", type(function).__name__)
-    )
+    if isinstance(function, str):
+        return function
+    return getattr(function, "__name__", type(function).__name__)
 
 
 @dataclass
@@ -105,12 +105,11 @@ class Evaluation:
         self._inner = inner_model(self.model)
         self._collate = self.data_collator
         if self._collate is None:
-            can_pad = isinstance(
+            self._collate = default_data_collator
+            if isinstance(
                 self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor
-            )
-            self._collate = (
-                DataCollatorWithPadding(self.processing_class) if can_pad else default_data_collator
-            )
+            ):
+                self._collate = DataCollatorWithPadding(self.processing_class)
         if self.remove_unused_columns:
             arguments = inspect.signature(type(self._inner).forward).parameters
             columns = [*arguments, *(self.label_names or ()), "label", "label_ids"]
@@ -118,7 +117,7 @@ class Evaluation:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the metric is more than [`TokenStatistics`] tell."""
+        """Whether the metric needs logits; for the accuracy [`TokenStatistics`] are enough."""
         return self._score is not _accuracy
 
     def collate(self, rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -127,17 +126,20 @@ class Evaluation:
 
     def batches(self, title: str = "", as_rows: bool = False) -> Iterator[tuple[int, Any]]:
         """(index, inputs) of this process's batches, as the model takes them, or (index, rows) for `collate`."""
-        data, processes = self.dataset, self.accelerator
-        collate = list if as_rows else self._collate
-        loader = (
-            data
-            if isinstance(data, DataLoader)
-            else DataLoader(data, int(self.batch_size), collate_fn=collate)
-        )
-        first, step = (
-            (0, 1) if processes is None else (processes.process_index, processes.num_processes)
-        )
-        total = math.ceil((len(loader) - first) / step) if has_length(loader) else None
+        loader = self.dataset
+        if not isinstance(loader, DataLoader):
+            collate = list if as_rows else self._collate
+            loader = DataLoader(loader, int(self.batch_size), collate_fn=collate)
+
+        first = 0
+        step = 1
+        if self.accelerator is not None:
+            first = self.accelerator.process_index
+            step = self.accelerator.num_processes
+        total = None
+        if has_length(loader):
+            total = math.ceil((len(loader) - first) / step)
+
         numbered = islice(enumerate(loader), first, None, step)
         for index, batch in progress_bar(numbered, self.progress, desc=title, total=total):
             yield index, batch if as_rows else self._prepare(batch)
@@ -160,35 +162,29 @@ class Evaluation:
         `outputs` are the model's, or [`TokenStatistics`] where no logits are made.
         """
         if isinstance(outputs, TokenStatistics):
-            hits, losses, count = (
-                float(outputs.hits.sum()),
-                float(outputs.losses.sum()),
-                len(outputs.losses),
-            )
+            count = len(outputs.losses)
+            hits = float(outputs.hits.sum())
+            losses = float(outputs.losses.sum())
             return torch.tensor([hits, count, losses, count], dtype=torch.float64)
-        logits, labels = self.task.predictions(outputs, inputs)
+
         items = self.task.count(inputs)
-        # As Trainer gives a custom loss the items of the batch. The mean over none is not a number.
-        loss = (
-            self.task(outputs, inputs, None if self.task.loss_fn is None else items)
-            if items
-            else 0.0
-        )
-        config = getattr(
-            self._inner, "config", None
-        )  # whose `problem_type` the first forward may find out
-        if (
-            self._score is _accuracy
-            and getattr(config, "problem_type", None) == "multi_label_classification"
-        ):
-            logits, labels = (
-                torch.stack([-logits, logits], dim=-1),
-                (labels > 0.5).long(),
-            )  # two classes a label
-        total, count = self._score(logits, labels)
+        loss = 0.0  # the mean over no items is not a number
+        if items:
+            # As Trainer gives a custom loss the items of the batch.
+            loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items)
+        total, count = self._score(*self._scored(outputs, inputs))
         return torch.tensor(
             [float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64
         )
+
+    def _scored(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits and labels that the metric takes; of multi-label ones two classes a label."""
+        logits, labels = self.task.predictions(outputs, inputs)
+        # The first forward may find out the `problem_type`.
+        problem = getattr(getattr(self._inner, "config", None), "problem_type", None)
+        if self._score is _accuracy and problem == "multi_label_classification":
+            return torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()
+        return logits, labels
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that differs for other data: of its signal and labels, which models of any kind share."""
@@ -202,12 +198,10 @@ class Result:
     """A dataclass of float64 arrays and plain values that can be written to disk and read back."""
 
     def __post_init__(self):
-        for each in fields(self):
-            if (
-                each.type in (np.ndarray, np.ndarray | None)
-                and (value := getattr(self, each.name)) is not None
-            ):
-                setattr(self, each.name, np.asarray(value, dtype=np.float64))
+        for attribute in fields(self):
+            value = getattr(self, attribute.name)
+            if attribute.type in (np.ndarray, np.ndarray | None) and value is not None:
+                setattr(self, attribute.name, np.asarray(value, dtype=np.float64))
 
     def to_json(self, path: str):
         """Write the attributes, whole or not at all."""
@@ -216,19 +210,21 @@ class Result:
     @classmethod
     def from_json(cls, path: str):
         """The result that `to_json` wrote, without attributes that only former versions had."""
-        names = {each.name for each in fields(cls)}
+        names = {attribute.name for attribute in fields(cls)}
         return cls(**{name: value for name, value in read_json(path).items() if name in names})
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of columns, the first of which is aligned to the left; "-" for what is not a number."""
+    """A table as text. The first column is aligned to the left; "-" stands for what is not a number."""
     rows = [["-" if cell.startswith("nan") else cell for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = (
-        [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:]))]
-        for first, *others in rows
-    )
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    first, *others = zip(*rows)
+    columns = [_aligned(first, str.ljust), *(_aligned(column, str.rjust) for column in others)]
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
+
+
+def _aligned(cells: Sequence[str], align: Callable[[str, int], str]) -> list[str]:
+    width = max(map(len, cells))
+    return [align(cell, width) for cell in cells]
 
 
 def metric_value(metric: str, scale: float, sums: np.ndarray) -> np.ndarray:
@@ -247,6 +243,15 @@ def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
     return draw, round(gamma * 1e6), batch
 
 
+def noisy(
+    noise: EmbeddingNoise | None, gamma: float, draw: int, batch: int
+) -> AbstractContextManager:
+    """Within it the model's input has the noise of this level, draw and batch; without noise at level 0."""
+    if noise is None or not gamma:
+        return nullcontext()
+    return noise.at(gamma, *noise_key(draw, gamma, batch))
+
+
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if labels.is_floating_point():
         raise ValueError(
@@ -257,13 +262,12 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
             f"`metric` is 'accuracy', but there is no prediction for each label: logits are of shape "
             f"{list(logits.shape)}, labels of {list(labels.shape)}. Use {CUSTOM}."
         )
-    largest, found = logits.max(
-        -1
-    )  # not a number where a logit is not, of which `found` would be some class
-    hits = torch.where(
-        largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float()
-    )
-    return hits.sum(), (labels != IGNORE_INDEX).sum()
+    largest, predicted = logits.max(-1)
+    is_labelled = labels != IGNORE_INDEX
+    hits = (predicted == labels).float()
+    # Where a logit is not a number, `predicted` is just some class.
+    hits = torch.where(largest.isnan() & is_labelled, torch.nan, hits)
+    return hits.sum(), is_labelled.sum()
 
 
 def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -271,6 +275,5 @@ def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
         raise ValueError(
             f"`metric` is 'rmse' but the labels are integers; use 'accuracy' or {CUSTOM}."
         )
-    return F.mse_loss(
-        logits.float().reshape(labels.shape), labels.float(), reduction="sum"
-    ), labels.numel()
+    predicted = logits.float().reshape(labels.shape)
+    return F.mse_loss(predicted, labels.float(), reduction="sum"), labels.numel()

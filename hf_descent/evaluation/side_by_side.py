@@ -9,6 +9,7 @@ from typing import Any
 from ..configs import DescentArguments
 from ..runs import RunFolder
 from .certificates import MET, Certificate
+from .price import Price, percent
 from .profiles import LayerProfile
 from .scoring import format_table
 
@@ -50,62 +51,55 @@ class SideBySide:
         """The verdict on the constrained model, with its price; `None` without constraints."""
         if self.trained.problem is None:
             return None
-        return self.trained.certificate(plain=self.plain)
+        return self.trained.certificate().with_plain(self.plain)
 
     @property
     def plain_certificate(self) -> Certificate | None:
         """The verdict on the plain model, by the constraints of the other."""
         if self.trained.problem is None:
             return None
-        also_selected = (self.plain.facts or {}).get("also_selected", False)
+        also_selected = self.plain.facts.get("also_selected", False)
         facts = {"also_selected": also_selected, "has_price": False}
         return replace(self.plain, problem=self.trained.problem, facts=facts).certificate()
 
     def __str__(self) -> str:
+        table = format_table(self._table())
+        verdict = self.certificate
+        if verdict is None:
+            price = Price(float(self.trained.losses[-1]), float(self.plain.losses[-1]), {})
+            return f"{table}\n{price}"
+        met = self.plain_certificate.verdicts.count(MET)
+        plainly = f"Plain training meets {met} of these {len(verdict.rows)} rows."
+        return "\n".join([table, str(verdict), plainly])
+
+    def _table(self) -> list[list[str]]:
         metric = self.trained.metric
-        title = [
-            "layer",
-            "loss: plain",
-            self.objective,
-            "change",
-            f"{metric}: plain",
-            self.objective,
-        ]
-        table = [title]
+        objective = self.objective
+        table = [["layer", "loss: plain", objective, "change", f"{metric}: plain", objective]]
         columns = zip(
             self.plain.losses, self.trained.losses, self.plain.values, self.trained.values
         )
         for layer, (plain, loss, plain_value, value) in enumerate(columns, start=1):
-            change = f"{loss / plain - 1:+.1%}" if plain > 0 else "-"
+            change = percent(loss / plain - 1) if plain > 0 else "-"
             numbers = [f"{plain:.4g}", f"{loss:.4g}", change, f"{plain_value:.4g}", f"{value:.4g}"]
             table.append([f"{layer}", *numbers])
+        return table
 
-        lines = [format_table(table)]
-        if self.certificate is None:
-            lines.append(self._price())
-            return "\n".join(lines)
-        verdict = str(self.certificate)
-        if "plain training" not in verdict:
-            lines.append(f"{self._price()}.")
-        met = self.plain_certificate.verdicts.count(MET)
-        rows = len(self.certificate.rows)
-        lines += [verdict, f"Plain training meets {met} of these {rows} rows."]
-        return "\n".join(lines)
 
-    def _price(self) -> str:
-        trained, plain = self.trained.losses[-1], self.plain.losses[-1]
-        return f"Last layer: {trained:.4g}, plain training {plain:.4g} ({100 * self.price:+.1f} %)"
+def plain_profiles(folder: str, summary: Mapping[str, Any]) -> list[LayerProfile]:
+    """The profiles of the plain run beside the run in `folder`; none where there is no such run, or where its settings
+    are not those in the run's `summary`."""
+    plain = RunFolder(os.path.join(folder, PLAIN_FOLDER))
+    if not plain.path.is_dir() or not differ_in_objective_alone(summary, plain.summary):
+        return []
+    return plain.results(LayerProfile, "layer_profile*")
 
 
 def plain_profile(
     folder: str, summary: Mapping[str, Any], profile: LayerProfile
 ) -> LayerProfile | None:
-    """The profile of the plain run beside the run in `folder`, on the data and at the noise level of `profile`; `None`
-    where there is none, or where its settings are not those in the run's `summary`."""
-    plain = RunFolder(os.path.join(folder, PLAIN_FOLDER))
-    if not plain.path.is_dir() or not differ_in_objective_alone(summary, plain.summary):
-        return None
-    for other in plain.results(LayerProfile, "layer_profile*"):
+    """The one of [`plain_profiles`] that is of the data and at the noise level of `profile`; `None` without it."""
+    for other in plain_profiles(folder, summary):
         if (other.data, other.gamma) == (profile.data, profile.gamma):
             return other
     return None
@@ -114,19 +108,25 @@ def plain_profile(
 def side_by_side(folder: str) -> list[SideBySide]:
     """The profiles in the folder of a run beside those of its plain run; those that were measured alike."""
     run = RunFolder(folder)
-    found = []
+    pairs = []
     for profile in run.results(LayerProfile, "layer_profile*"):
         plain = plain_profile(folder, run.summary, profile)
         if plain is not None:
-            found.append(SideBySide(plain, profile, run.summary["objective"]))
-    return found
+            pairs.append(SideBySide(plain, profile, run.summary["objective"]))
+    return pairs
 
 
 def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
     """Whether `plain` tells of plain training with the other settings of the run of `summary`."""
-    own, other = (json.loads(json.dumps(each.get("arguments"))) for each in (summary, plain))
+    own = _as_in_json(summary.get("arguments"))
+    other = _as_in_json(plain.get("arguments"))
     if not own or not other or other.get("objective") != "erm":
         return False
     of_constraints = {argument.name for argument in fields(DescentArguments)} - OF_THE_INPUT
     names = (own.keys() | other.keys()) - of_constraints
     return all(own.get(name) == other.get(name) for name in names)
+
+
+def _as_in_json(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Arguments as a file has them, with strings as keys and lists for tuples."""
+    return json.loads(json.dumps(arguments))

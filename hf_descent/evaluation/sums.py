@@ -28,7 +28,8 @@ BLOCKS = 32
 def pseudo_values(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
     """The share of each of `blocks`, sums `[blocks, ...]` of which none is of no data, in the array `statistic(sums)`;
     `[blocks, ...]`. For a mean over equal blocks, the blocks' means."""
-    count, total = len(blocks), blocks.sum(axis=0)
+    count = len(blocks)
+    total = blocks.sum(axis=0)
     left_out = np.stack([statistic(total - block) for block in blocks])  # [blocks, ...]
     return count * statistic(total) - (count - 1) * left_out
 
@@ -60,35 +61,52 @@ class BlockSums:
     `accelerator` share."""
 
     def __init__(self, accelerator: Accelerator | None = None):
-        self._gather = (
-            list if accelerator is None or accelerator.num_processes == 1 else gather_object
-        )
+        self._gather = _gathering(accelerator)
         self._sums: dict[int, np.ndarray] = {}  # block -> [..., 4]
-        self._fingerprints: list[tuple[int, str]] = []  # (index, fingerprint) of each batch
 
-    def add(self, index: int, sums: np.ndarray, fingerprint: str):
-        """Add the sums `[..., 4]` of batch `index`, whose data has this fingerprint."""
+    def add(self, index: int, sums: np.ndarray) -> None:
+        """Add the sums `[..., 4]` of batch `index`."""
         block = index % BLOCKS
         self._sums[block] = self._sums.get(block, 0.0) + sums
-        self._fingerprints.append((index, fingerprint))
 
     def total(self) -> np.ndarray:
         """The sums of the blocks that hold data, over all processes, `[blocks, ..., 4]`; ValueError without items."""
-        gathered = self._gather([self._sums])
-        numbers = sorted(set().union(*gathered))
-        blocks = [sum(sums[number] for sums in gathered if number in sums) for number in numbers]
+        processes = self._gather([self._sums])
+        numbers = sorted(set().union(*processes))
+        blocks = [sum(sums[number] for sums in processes if number in sums) for number in numbers]
         counts = np.array(blocks)[..., [1, 3]] if blocks else np.zeros((1, 2))
         if not (counts.sum(axis=0) > 0).all():
             raise ValueError(
-                "`dataset` is empty or holds no labels that count; give labelled held-out data."
+                "`dataset` is empty or has no labels that count; give labelled held-out data."
             )
-        return np.array(blocks)[counts.reshape(len(blocks), -1).any(axis=1)]
 
-    def fingerprint(self) -> str:
-        """A short text that differs for other data or other batches, over all processes."""
-        return hashlib.sha256(repr(sorted(self._gather(self._fingerprints))).encode()).hexdigest()[
-            :16
-        ]
+        has_items = counts.reshape(len(blocks), -1).any(axis=1)
+        return np.array(blocks)[has_items]
+
+
+class Fingerprint:
+    """A short text that differs for other data, and for other batches of the same data; the processes of `accelerator`
+    share the batches."""
+
+    def __init__(self, accelerator: Accelerator | None = None):
+        self._gather = _gathering(accelerator)
+        self._batches: list[tuple[int, str]] = []  # index and fingerprint
+
+    def add(self, index: int, batch: str) -> None:
+        """Add the fingerprint of batch `index`."""
+        self._batches.append((index, batch))
+
+    def text(self) -> str:
+        """The text of the batches of all processes, each of which calls."""
+        batches = sorted(self._gather(self._batches))
+        return hashlib.sha256(repr(batches).encode()).hexdigest()[:16]
+
+
+def _gathering(accelerator: Accelerator | None) -> Callable[[list], list]:
+    """What puts the lists of all processes together."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return list
+    return gather_object
 
 
 def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -5,7 +5,7 @@ import pytest
 
 from hf_descent import DescentProblem
 from hf_descent.evaluation import Certificate, certify
-from hf_descent.evaluation.price import START, WARMUP, Reference, price_of
+from hf_descent.evaluation.price import START, WARMUP, Reference, percent, price_of
 
 
 def rows_of(first, last):
@@ -50,7 +50,7 @@ def test_a_last_layer_that_became_worse_meets_nothing():
     then = losses(3.0)
     worse = verdict(then * 1.03, then)
     assert worse.verdicts == ["not met"] and not worse.feasible
-    assert worse.reasons == ["f_L is +3.0 % above that before training; +2.0 % is allowed"]
+    assert worse.reasons == ["f_L is 3.0 % above its value before training; 2 % is allowed"]
     assert worse.headline.startswith("VERDICT: NOT MET")
     assert f"before training {3:.4g} (+3.0 %)" in str(worse)
     allowed = verdict(then * 1.01, then)
@@ -101,3 +101,22 @@ def test_prices_survive_the_disk(tmp_path):
     assert (str(read), read.headline) == (str(found), found.headline)
     as_json = {"name": START, "loss": 3.0, "upper": 3.1, "rows": sums_of(then).tolist()}
     assert price_of(rows_of(then, then * 1.03), [as_json], 0.02).exceeded == START
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(-0.0004, "+0.0 %"), (0.0004, "+0.0 %"), (0.0, "+0.0 %"), (-0.0006, "-0.1 %"), (0.5, "+50.0 %")],
+)
+def test_a_change_that_rounds_to_none_has_no_minus(share, expected):
+    assert percent(share) == expected
+    price = price_of(rows_of([1.0, 1.0], [1.0 + share] * 2), [Reference(START, 1.0)], plain=1.0)
+    assert str(price).count(f"({expected})") == 2
+    headline = verdict(losses(2.0 * (1 + share)), plain=2.0).headline
+    assert headline == f"VERDICT: MET, price {expected}"
+
+
+def test_a_loss_that_was_zero_has_no_percentage():
+    """A denoiser that copies its clean input has a loss of 0 before training."""
+    found = verdict(losses(2.0), np.zeros(400))
+    assert found.reasons == ["f_L was 0 before training"]
+    assert "; before training 0.\n" in str(found)

@@ -92,7 +92,7 @@ def test_a_ruined_model_meets_nothing(tmp_path):
     kept.evaluate()
     verdict = kept._record.certificate
     assert verdict.price.exceeded == START and verdict.outcome == "not met"
-    assert "above that before training" in verdict.reasons[0]
+    assert "above its value before training" in verdict.reasons[0]
     kept.evaluate(classification_data(64, seed=2, pad=False))  # of other rows
     assert kept._record.certificate.price.references[START] == pytest.approx(before, rel=1e-5)
 

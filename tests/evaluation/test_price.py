@@ -105,7 +105,13 @@ def test_prices_survive_the_disk(tmp_path):
 
 @pytest.mark.parametrize(
     ("share", "expected"),
-    [(-0.0004, "+0.0 %"), (0.0004, "+0.0 %"), (0.0, "+0.0 %"), (-0.0006, "-0.1 %"), (0.5, "+50.0 %")],
+    [
+        (-0.0004, "+0.0 %"),
+        (0.0004, "+0.0 %"),
+        (0.0, "+0.0 %"),
+        (-0.0006, "-0.1 %"),
+        (0.5, "+50.0 %"),
+    ],
 )
 def test_a_change_that_rounds_to_none_has_no_minus(share, expected):
     assert percent(share) == expected

@@ -77,11 +77,12 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
     own, other = found.trained.losses, found.plain.losses
     for layer in (1, 2, 3):
         line = text.splitlines()[layer].split()
-        assert line[:4] == [
+        assert line[:5] == [
             f"{layer}",
             f"{other[layer - 1]:.4g}",
             f"{own[layer - 1]:.4g}",
-            f"{own[layer - 1] / other[layer - 1] - 1:+.1%}",
+            f"{100 * (own[layer - 1] / other[layer - 1] - 1):+.1f}",
+            "%",
         ]
     price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %)"
     assert f"Last layer: {price}" in text and "bound_1" in text

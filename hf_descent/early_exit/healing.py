@@ -10,7 +10,7 @@ Sources: Hinton et al. (2015), "Distilling the Knowledge in a Neural Network", a
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -98,17 +98,39 @@ class HealingTrainer(Trainer):
         """The divergence of a batch; with its outputs, whose logits are made only for `compute_metrics`."""
         self._prepare_reading(inputs)
         needs_logits = return_outputs and self.compute_metrics is not None
-        if self._tokens is None or needs_logits:
-            losses, outputs, items = self._by_logits(model, inputs)
+        by_head = self._tokens is not None and not needs_logits
+        whole = self.read_whole(inputs, by_head)
+
+        forward = PartialForward(model, self._stack)
+        rest = partial(forward, self._shared + 1, self._stack.num_layers, whole.last_shared)
+        with forward.attached():
+            outputs = self._run(self.model, rest, inputs, by_head)
+        if by_head:
+            losses, items = self._token_losses(whole.outputs, outputs, inputs)
         else:
-            losses, outputs, items = self._by_head_inputs(model, inputs)
+            losses, items = self._item_losses(whole.outputs, outputs, inputs)
 
         loss = losses.sum() / max(losses.numel(), 1)
         if num_items_in_batch is not None:
             loss = loss * items / num_items_in_batch
             if self.args.average_tokens_across_devices:  # DDP takes the mean of the gradients
                 loss = loss * self.accelerator.num_processes
-        return (loss, {"loss": loss, **outputs}) if return_outputs else loss
+        if not return_outputs:
+            return loss
+        kept = {} if by_head else {**outputs}
+        return loss, {**kept, "loss": loss}
+
+    def read_whole(self, inputs: Mapping[str, Any], by_head: bool) -> "WholeReading":
+        """What the whole model gives of a batch. It does not change in training, so a subclass may keep it.
+
+        Args:
+            inputs (`dict`): the batch.
+            by_head (`bool`): make no logits; what the head reads takes their place.
+        """
+        shared = self._whole_stack.layers[: self._shared]
+        with evaluating(self.whole_model), self.accelerator.autocast(), last_output(shared) as last:
+            outputs = self._run(self.whole_model, self.whole_model, inputs, by_head)
+        return WholeReading(outputs, last.get("output"))
 
     def _prepare_reading(self, inputs: Mapping[str, Any]) -> None:
         """Find out on the first batch what the labels predict, and whether the logits can be left unmade."""
@@ -131,15 +153,21 @@ class HealingTrainer(Trainer):
                 f"`token_fraction` is {self.token_fraction}; {type(self.model).__name__} is read on all rows: use 1."
             )
 
-    def _by_logits(self, model, inputs):
-        """The divergence of each item, the shorter model's outputs, and the number of items."""
+    def _run(self, unwrapped: nn.Module, call: Callable, inputs, by_head: bool):
+        """The outputs of a model; of a language model read by its head only the head's input, as "hidden"."""
+        if not by_head:
+            return call(**inputs)
+        labels = {*self.label_names, "labels", "shift_labels"}
+        given = with_decoder_inputs(unwrapped, inputs)
+        given = {name: value for name, value in given.items() if name not in labels}
+        with head_input(unwrapped) as found:
+            call(**given)
+        return found
 
-        def read(unwrapped: nn.Module, call: Callable):
-            outputs = call(**inputs)
-            logits, labels = self._task.predictions(outputs, inputs)
-            return outputs, logits, labels
-
-        (_, target, labels), (outputs, logits, _) = self._read_both(model, read)
+    def _item_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:
+        """The divergence of each item by the outputs of both models, and the number of items."""
+        target, labels = self._task.predictions(whole, inputs)
+        logits, _ = self._task.predictions(short, inputs)
         problem = getattr(self.model.config, "problem_type", None)
         if problem == "multi_label_classification":
             raise ValueError(
@@ -150,38 +178,33 @@ class HealingTrainer(Trainer):
             losses = (logits - target).float().square().flatten()
         else:
             losses = divergences(target, logits)[labels != IGNORE_INDEX]
-        outputs = {name: value for name, value in outputs.items() if name != "loss"}
-        return losses, outputs, losses.numel()
+        return losses, losses.numel()
 
-    def _by_head_inputs(self, model, inputs):
-        """The same of a language model, whose outputs are left out."""
+    def _token_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:
+        """The divergence of each token that is read, and the number of labelled tokens."""
         tokens = self._tokens.tokens(inputs, self.token_fraction, same=True)
         rows = tokens.rows if tokens.samples is None else tokens.rows[tokens.samples[0]]
-        labels = {*self.label_names, "labels", "shift_labels"}
 
-        def read(unwrapped: nn.Module, call: Callable) -> HeadInput:
-            given = with_decoder_inputs(unwrapped, inputs)
-            given = {name: value for name, value in given.items() if name not in labels}
-            with head_input(unwrapped) as found:
-                call(**given)
+        def read(model: nn.Module, found: Mapping[str, torch.Tensor]) -> HeadInput:
             hidden = found["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]
-            return HeadInput(hidden, embeddings(unwrapped, "output"))
+            return HeadInput(hidden, embeddings(model, "output"))
 
-        target, predicted = self._read_both(model, read)
         with self.accelerator.autocast():
-            losses = token_divergences(target, predicted, self._tokens.head_loss)
-        return losses, {}, len(tokens.rows)
+            losses = token_divergences(
+                read(self.whole_model, whole), read(self.model, short), self._tokens.head_loss
+            )
+        return losses, len(tokens.rows)
 
-    def _read_both(self, model, read: Callable) -> tuple[Any, Any]:
-        """`read(unwrapped model, call)` of the whole model, and of the shorter one from the last shared layer on."""
-        shared = self._whole_stack.layers[: self._shared]
-        with evaluating(self.whole_model), self.accelerator.autocast(), last_output(shared) as last:
-            target = read(self.whole_model, self.whole_model)
 
-        forward = PartialForward(model, self._stack)
-        rest = partial(forward, self._shared + 1, self._stack.num_layers, last.get("output"))
-        with forward.attached():
-            return target, read(self.model, rest)
+class WholeReading(NamedTuple):
+    """What the whole model gives of a batch."""
+
+    outputs: Mapping[
+        str, Any
+    ]  # its own; or, as "hidden", what its head reads, [batch, seq, hidden]
+    last_shared: (
+        Any  # what the last layer before the gap returned, whole; `None` where there is none
+    )
 
 
 def shared_layers(layers: Sequence[int], num_layers: int, train_all: bool) -> int:

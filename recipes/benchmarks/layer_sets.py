@@ -1,0 +1,206 @@
+"""A language model with some of its layers, before and after healing, on Alpaca's instructions.
+
+    python recipes/benchmarks/layer_sets.py --model FOLDER --alpaca FOLDER --layers 1-15,30
+
+The whole model reads the training rows once: what its layers before the gap and its head get is kept in `--states`, so
+that a step of healing runs the layers that follow the gap alone. Loss, its ratio to that of all layers, and the share
+of tokens that are predicted as by all layers, are of rows that were not trained on. A finished run is a JSON line in
+`--output`.
+"""
+
+import argparse
+import math
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from harness import Runs
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    TrainingArguments,
+    set_seed,
+)
+
+from hf_descent.data.alpaca import completion_labels, read_instructions
+from hf_descent.early_exit import HealingTrainer, layer_set_profile
+from hf_descent.early_exit.healing import WholeReading
+from hf_descent.early_exit.layer_sets import layers_in, spans
+
+
+RESULTS = Path(__file__).parent / "results" / "layer_sets.jsonl"
+BATCH = 8
+FEWEST_LABELS = 4
+
+
+def rows_of(file: Path, tokenizer, count: int, length: int) -> list[dict]:
+    """The first rows of a file that still have labels once they are cut to `length` tokens."""
+    rows = []
+    for pair in read_instructions(str(file), "auto", tokenizer, ["input", "output"]):
+        row = completion_labels(pair, tokenizer, length)
+        if sum(label != -100 for label in row["labels"]) >= FEWEST_LABELS:
+            rows.append(row)
+        if len(rows) == count:
+            break
+    return rows
+
+
+def batches_of(rows: list[dict], collator) -> list[dict]:
+    """Batches of rows of about the same length, each with its number."""
+    ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
+    starts = range(0, len(ordered), BATCH)
+    batches = [dict(collator(ordered[start : start + BATCH])) for start in starts]
+    return [{**batch, "number": number} for number, batch in enumerate(batches)]
+
+
+def kept_states(model, batches: list[dict], gaps: list[int], file: Path) -> list[dict]:
+    """Of each batch what the head reads, and what the layers `gaps` return, in half precision; from `file`, if it is
+    there."""
+    if file.exists():
+        return torch.load(file)
+    states = []
+    seen = {}
+
+    def keep(name):
+        return lambda module, args, output: seen.update({name: output.half()})
+
+    hooks = [model.model.norm.register_forward_hook(keep("hidden"))]
+    hooks += [model.model.layers[gap - 1].register_forward_hook(keep(gap)) for gap in gaps]
+    with torch.no_grad():
+        for batch in batches:
+            model.model(batch["input_ids"], batch["attention_mask"], use_cache=False)
+            states.append(dict(seen))
+            if len(states) % 10 == 0:
+                print(f"{len(states)} of {len(batches)} batches read", flush=True)
+    for hook in hooks:
+        hook.remove()
+    torch.save(states, file)
+    return states
+
+
+class FromStates(HealingTrainer):
+    """Takes what the whole model gives of a batch from what was kept of it."""
+
+    def __init__(self, *args, states: list[dict], gap: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._states = states
+        self._gap = gap
+        self._number = None
+
+    def compute_loss(self, model, inputs, **kwargs):
+        self._number = inputs.pop("number")
+        return super().compute_loss(model, inputs, **kwargs)
+
+    def read_whole(self, inputs, by_head):
+        state = self._states[self._number]
+        return WholeReading({"hidden": state["hidden"].float()}, state[self._gap].float())
+
+
+def gap_of(layers: list[int]) -> int:
+    """The last layer before the gap."""
+    return next(place for place, layer in enumerate(layers) if layer != place + 1)
+
+
+def figures(profile, index: int) -> dict:
+    """Of one of the models of a profile."""
+    return {
+        "loss": profile.losses[index],
+        "ratio": profile.ratios[index],
+        "accuracy": profile.values[index],
+        "agreement": profile.agreement[index],
+    }
+
+
+def run(options: argparse.Namespace, layers: list[int]) -> dict:
+    """Heals one set of layers; the figures of the whole model, of the set before, and after."""
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer.padding_side = "right"
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    folder = Path(options.alpaca)
+    train = rows_of(folder / "train.parquet", tokenizer, options.rows, options.length)
+    test = rows_of(folder / "test.parquet", tokenizer, options.test_rows, options.length)
+    batches = batches_of(train, collator)
+    gaps = sorted({gap_of(layers), *options.gaps})
+    states = kept_states(model, batches, gaps, Path(options.states))
+
+    set_seed(options.seed)
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as output:
+        args = TrainingArguments(
+            output,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            per_device_train_batch_size=1,  # of batches that are made
+            max_steps=options.steps,
+            learning_rate=options.rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=math.ceil(0.04 * options.steps),
+            logging_steps=20,
+            seed=options.seed,
+        )
+        trainer = FromStates(
+            model,
+            args,
+            layers=layers,
+            token_fraction=options.token_fraction,
+            train_dataset=batches,
+            data_collator=lambda made: made[0],
+            states=states,
+            gap=gap_of(layers),
+        )
+        trainer.train()
+    seconds = time.process_time() - start
+
+    short = trainer.model.eval()
+    profile = layer_set_profile(
+        model, test, [layers, layers], models=[None, short], data_collator=collator, batch_size=BATCH
+    )  # fmt: skip
+    print(profile)
+    return {
+        "whole": figures(profile, 0),
+        "before": figures(profile, 1),
+        "after": figures(profile, 2),
+        "radius": profile.ratio_radii[2],
+        "items": profile.items,
+        "seconds": seconds,
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder of a Llama-like language model")
+    parser.add_argument("--alpaca", required=True, help="folder with train and test.parquet")
+    parser.add_argument("--layers", required=True, help="layers to keep, such as 1-15,30")
+    parser.add_argument("--gaps", type=int, nargs="*", default=[], help="further gaps to keep")
+    parser.add_argument("--states", required=True, help="file of what the whole model gave")
+    parser.add_argument("--rows", type=int, default=1200)
+    parser.add_argument("--test_rows", type=int, default=60)
+    parser.add_argument("--length", type=int, default=128, help="most tokens of a row")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--token_fraction", type=float, default=0.25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", default=str(RESULTS), help="finished runs, read and added to")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    torch.set_num_threads(1)
+    layers = layers_in(options.layers)
+    names = ("rows", "test_rows", "length", "steps", "rate", "token_fraction", "seed")
+    settings = {name: getattr(options, name) for name in names}
+    settings |= {"model": Path(options.model).name, "layers": spans(layers)}
+    found = Runs(options.output).get(settings, lambda: run(options, layers))
+    for name in ("whole", "before", "after"):
+        print(name, found[name], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from harness import Runs
+from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from hf_descent.data.alpaca import completion_labels, read_instructions
-from hf_descent.early_exit import HealingTrainer, layer_set_profile
+from hf_descent.early_exit import HealingTrainer, keep_layers
 from hf_descent.early_exit.healing import WholeReading
 from hf_descent.early_exit.layer_sets import layers_in, spans
 
@@ -103,13 +104,31 @@ def gap_of(layers: list[int]) -> int:
     return next(place for place, layer in enumerate(layers) if layer != place + 1)
 
 
-def figures(profile, index: int) -> dict:
-    """Of one of the models of a profile."""
+@torch.no_grad()
+def measured(models: dict, batches: list[dict]) -> dict[str, dict]:
+    """Loss of each model, its ratio to the first one's, and the share of tokens that it predicts as that one does."""
+    first = next(iter(models))
+    losses = dict.fromkeys(models, 0.0)
+    agreed = dict.fromkeys(models, 0)
+    tokens = 0
+    for batch in batches:
+        labels = batch["labels"][:, 1:]
+        kept = labels != -100
+        tokens += int(kept.sum())
+        for name, model in models.items():
+            logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1][kept]
+            chosen = logits.argmax(-1)
+            if name == first:
+                usual = chosen
+            losses[name] += float(cross_entropy(logits, labels[kept], reduction="sum"))
+            agreed[name] += int((chosen == usual).sum())
     return {
-        "loss": profile.losses[index],
-        "ratio": profile.ratios[index],
-        "accuracy": profile.values[index],
-        "agreement": profile.agreement[index],
+        name: {
+            "loss": losses[name] / tokens,
+            "ratio": losses[name] / losses[first],
+            "agreement": agreed[name] / tokens,
+        }
+        for name in models
     }
 
 
@@ -118,6 +137,8 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.padding_side = "right"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
     collator = DataCollatorForSeq2Seq(tokenizer)
     folder = Path(options.alpaca)
     train = rows_of(folder / "train.parquet", tokenizer, options.rows, options.length)
@@ -157,19 +178,14 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
         trainer.train()
     seconds = time.process_time() - start
 
-    short = trainer.model.eval()
-    profile = layer_set_profile(
-        model, test, [layers, layers], models=[None, short], data_collator=collator, batch_size=BATCH
-    )  # fmt: skip
-    print(profile)
-    return {
-        "whole": figures(profile, 0),
-        "before": figures(profile, 1),
-        "after": figures(profile, 2),
-        "radius": profile.ratio_radii[2],
-        "items": profile.items,
-        "seconds": seconds,
+    models = {
+        "whole": model,
+        "before": keep_layers(model, layers),
+        "after": trainer.model.eval(),
     }
+    tests = batches_of(test, collator)
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in tests)
+    return {**measured(models, tests), "tokens": tokens, "seconds": seconds}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -1,0 +1,85 @@
+"""The benchmark of sets of layers: what it measures, and that kept states change nothing."""
+
+import json
+
+import layer_sets
+import pytest
+import torch
+from datasets import Dataset
+from tiny import llama, spread, tokenizer
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from hf_descent.early_exit import keep_layers
+
+
+def test_gaps_begin_where_numbers_are_missing():
+    assert layer_sets.gap_of([1, 2, 5]) == 2
+    assert layer_sets.gap_of([*range(1, 13), *range(19, 31)]) == 12
+
+
+@pytest.fixture
+def words(tmp_path):
+    """The options of a run with a tiny model."""
+    text = tokenizer()
+    model = spread(llama(num_layers=4, vocab_size=len(text), max_position_embeddings=128))
+    model.save_pretrained(tmp_path / "model")
+    text.save_pretrained(tmp_path / "model")
+    for name, count in (("train", 20), ("test", 10)):
+        rows = [
+            {"instruction": f"{name} {number}", "input": "", "output": "yes " * (1 + number % 3)}
+            for number in range(count)
+        ]
+        Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
+    options = {
+        "model": tmp_path / "model",
+        "alpaca": tmp_path,
+        "layers": "1-2,4",
+        "states": tmp_path / "states.pt",
+        "output": tmp_path / "runs.jsonl",
+        "steps": 6,
+        "rows": 16,
+        "rate": 1e-2,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_a_run_measures_the_set_before_and_after_healing(words, tmp_path):
+    layer_sets.main(words)
+    (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert run["settings"]["layers"] == "1-2,4"
+    assert run["whole"]["ratio"] == run["whole"]["agreement"] == 1.0
+
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    text = tokenizer()
+    rows = layer_sets.rows_of(tmp_path / "test.parquet", text, 60, 128)
+    total = count = 0
+    with torch.no_grad():
+        for row in rows:
+            ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+            logits = keep_layers(whole, [1, 2, 4])(ids).logits[0, :-1]
+            total += float(cross_entropy(logits, labels[0, 1:], reduction="sum"))
+            count += int((labels[0, 1:] != -100).sum())
+    assert run["tokens"] == count
+    assert run["before"]["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert run["after"]["loss"] != run["before"]["loss"]
+    assert len(torch.load(tmp_path / "states.pt")) == 2
+
+
+def test_kept_states_give_the_loss_of_the_model_itself(words, tmp_path, monkeypatch):
+    losses = {}
+    for name in ("kept", "computed"):
+        if name == "computed":
+            monkeypatch.setattr(
+                layer_sets.FromStates, "read_whole", layer_sets.HealingTrainer.read_whole
+            )
+        train = layer_sets.FromStates.train
+        seen = []
+        monkeypatch.setattr(
+            layer_sets.FromStates,
+            "train",
+            lambda trainer, train=train, seen=seen: seen.append((trainer, train(trainer))),
+        )
+        layer_sets.main([*words, "--output", str(tmp_path / f"{name}.jsonl"), "--steps", "1"])
+        losses[name] = seen[0][1].training_loss
+    assert losses["kept"] == pytest.approx(losses["computed"], rel=1e-2)

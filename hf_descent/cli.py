@@ -35,6 +35,7 @@ COMMANDS = {
     "tune": "search the settings of a recipe on validation rows, under noise",
     "denoise": "train a video denoiser from a recipe",
     "exit": "report what a trained model is worth, and costs, when it stops early",
+    "lens": "show what every layer of any model knows, without training: loss, metric, entropy and norm",
     "show": "open a local page: type a text, see every layer's prediction, the exit and the effect of noise",
     "export": "write a model's first layers as a checkpoint, and print how to serve it, also as a draft",
     "card": "write the model card of a run from what was measured, and upload it where asked to",

@@ -11,6 +11,7 @@ from ..extras import extra_needed
 from ..files import atomic_write, plain
 from .certificates import Certificate
 from .comparison import Comparison, Run, shared_levels
+from .lens import Lens
 
 
 with extra_needed("A figure"):
@@ -141,6 +142,21 @@ def plot_evaluation(
     )
     axes.set(xlabel="layer", ylabel="held-out loss", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def plot_lens(lens: Lens) -> Figure:
+    """Loss, metric, entropy and norm of every layer, a panel each, with 95 % intervals."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    panels = figure.subplots(2, 2).flat
+    layers = np.arange(1, len(lens.losses) + 1)
+    for axes, (title, (values, radii)) in zip(panels, lens.measures.items()):
+        _line(axes, layers, [values], np.nan_to_num(radii), "", 0, 1)
+        axes.set(xlabel="layer", ylabel=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if lens.chance:
+        figure.axes[0].axhline(lens.chance, color="0.7", linestyle=":", zorder=0)
+        figure.axes[0].text(1, lens.chance, "guessing", color="0.4", size=8, va="bottom")
     return figure
 
 

@@ -1,0 +1,190 @@
+"""The lens: what every layer of a model knows already, without training. Its loss and metric by the model's own head,
+how sure its predictions are, and how large its hidden states.
+
+Reading hidden states by the model's head: nostalgebraist (2020), "interpreting GPT: the logit lens".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import Categorical
+from torch.utils.data import DataLoader, Dataset
+
+from ..constraints.problem import AT_CHANCE
+from ..losses.task import TaskLoss
+from ..readout.labels import IGNORE_INDEX
+from ..readout.replay import Readout, evaluating
+from .intervals import confidence_limits, values_of_rows
+from .profiles import layer_profile
+from .scoring import Evaluation, Result, format_table
+
+
+NEAR = 1.05  # times the last layer's loss
+
+
+@dataclass
+class Lens(Result):
+    """What each of L layers knows, on held-out data; layer l at index l-1, `..._radii` are halves of 95 % intervals.
+
+    Attributes:
+        metric (`str`): name of the metric.
+        losses, loss_radii (float64 `[L]`): the task loss, read by the model's own head.
+        values, value_radii (float64 `[L]`): the metric.
+        entropies, entropy_radii (float64 `[L]`): mean entropy of the predictions, in nats: 0 is sure.
+        norms, norm_radii (float64 `[L]`): mean Euclidean norm of the hidden states of all tokens.
+        items (`int`): labelled rows or tokens.
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+    """
+
+    metric: str
+    losses: np.ndarray
+    loss_radii: np.ndarray
+    values: np.ndarray
+    value_radii: np.ndarray
+    entropies: np.ndarray
+    entropy_radii: np.ndarray
+    norms: np.ndarray
+    norm_radii: np.ndarray
+    items: int
+    chance: float | None = None
+
+    @property
+    def measures(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Each measure's title -> its values and the half-widths of their intervals, `[L]` each."""
+        return {
+            "loss": (self.losses, self.loss_radii),
+            self.metric: (self.values, self.value_radii),
+            "entropy": (self.entropies, self.entropy_radii),
+            "norm": (self.norms, self.norm_radii),
+        }
+
+    def rows(self) -> list[list[str]]:
+        """The cells of a table, a row for each layer under one of titles."""
+        titles = ["layer"]
+        columns = [[f"{layer}" for layer in range(1, len(self.losses) + 1)]]
+        for title, (values, radii) in self.measures.items():
+            titles += [title, "+- (95 %)"]
+            columns.append([f"{value:.4g}" for value in values])
+            columns.append([f"{radius:.2g}" for radius in radii])
+        return [titles, *map(list, zip(*columns))]
+
+    @property
+    def summary(self) -> str:
+        """What was found, in one or two sentences."""
+        depth = len(self.losses)
+        last = self.losses[-1]
+        near = int(np.argmax(self.losses <= NEAR * last)) + 1
+        text = f"Layer {near} of {depth} is the first whose loss is within 5 % of the last layer's ({last:.4g})."
+        if self.chance:
+            guessing = int((self.losses >= AT_CHANCE * self.chance).sum())
+            text += f" {guessing} of {depth} layers do no better than guessing ({self.chance:.4g})."
+        return text
+
+    def __str__(self) -> str:
+        return format_table(self.rows())
+
+
+def lens(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Lens:
+    """Loss, metric, entropy and norm of every layer of `model`, through the readout that its layers share.
+
+    Args:
+        model (`nn.Module`): a classifier or a language model, on its device.
+        dataset (`Dataset` or `DataLoader`): labelled held-out rows.
+        settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of
+            [`~evaluation.scoring.Evaluation`].
+
+    ValueError as of [`~evaluation.profiles.layer_profile`], or for labels that are no classes.
+    """
+    profile = layer_profile(model, dataset, **settings)
+    entropies, norms = _sums_of_rows(Evaluation(model, dataset, **settings))
+    mean_entropies, entropy_radii = _means(entropies)
+    mean_norms, norm_radii = _means(norms)
+    return Lens(
+        metric=profile.metric,
+        losses=profile.losses,
+        loss_radii=profile.radius("losses"),
+        values=profile.values,
+        value_radii=profile.radius("values"),
+        entropies=mean_entropies,
+        entropy_radii=entropy_radii,
+        norms=mean_norms,
+        norm_radii=norm_radii,
+        items=round(entropies[:, -1].sum()),
+        chance=profile.chance,
+    )
+
+
+def _sums_of_rows(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row the sums of its entropies and its norms at every layer, each with what they are sums over in the
+    last column; float64 `[rows, L + 1]` each."""
+    entropies = []
+    norms = []
+    reader = None
+    with evaluating(evaluation.model):
+        for _, inputs in evaluation.batches("Entropy and norm"):
+            if reader is None:
+                reader = Readout.probe(evaluation.model, inputs, evaluation.readout)
+            of_batch = _read(reader, evaluation.task, inputs)
+            entropies.append(of_batch[0])
+            norms.append(of_batch[1])
+    return np.concatenate(entropies), np.concatenate(norms)
+
+
+def _read(
+    reader: Readout, task: TaskLoss, inputs: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """[`_sums_of_rows`] of one batch."""
+    entropies = []
+    norms = []
+
+    def on_layer(layer: int, outputs: Any, hidden: torch.Tensor) -> None:
+        entropies.append(_entropies(outputs, inputs, task))
+        norms.append(_norms(hidden, inputs))
+
+    with reader.attach(on_layer):
+        reader.model(**task.model_inputs(inputs))
+    return _joined(entropies), _joined(norms)
+
+
+def _entropies(outputs: Any, inputs: Mapping[str, Any], task: TaskLoss) -> torch.Tensor:
+    """The sum of the entropies of each row's predictions, and their number, `[rows, 2]`."""
+    logits, labels = task.predictions(outputs, inputs)
+    if labels.is_floating_point() or logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            "The labels are no classes; the lens reads classifiers and language models."
+        )
+    found = []
+    for row_logits, row_labels in zip(logits, labels):  # a row at a time: there may be many words
+        counted = row_labels.reshape(-1) != IGNORE_INDEX
+        predictions = row_logits.reshape(-1, logits.shape[-1])[counted].float()  # [items, classes]
+        entropy = Categorical(logits=predictions, validate_args=False).entropy()
+        found.append(torch.stack([entropy.sum(), counted.sum()]))
+    return torch.stack(found)
+
+
+def _norms(hidden: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The sum of the norms of each row's hidden states, without padding, and their number, `[rows, 2]`."""
+    norms = hidden.float().norm(dim=-1).flatten(1)  # [batch, seq]
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.shape != norms.shape:
+        mask = torch.ones_like(norms)
+    return torch.stack([(norms * mask).sum(1), mask.sum(1)], dim=1)
+
+
+def _joined(layers: list[torch.Tensor]) -> np.ndarray:
+    """Sums and counts of each layer `[rows, 2]` as sums of all layers and counts, `[rows, L + 1]`."""
+    sums = [layer[:, 0] for layer in layers]
+    return torch.stack([*sums, layers[-1][:, 1]], dim=1).double().cpu().numpy()
+
+
+def _means(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The means over items of sums over rows `[rows, L + 1]`, and half-widths of their intervals, `[L]` each."""
+    rows = rows[rows[:, -1] > 0]
+    means, of_rows = values_of_rows(lambda values: values, rows)
+    lower, upper = confidence_limits(of_rows)
+    half = (upper - lower) / 2
+    return means, np.where(np.isinf(half), np.nan, half)

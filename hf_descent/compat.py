@@ -22,17 +22,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 # Methods of Trainer that `DescentMixin` overrides.
 OVERRIDDEN = {
-    "_evaluate": "evaluations by `eval_strategy` may leave out tokens, others not",
-    "_finalize_training": "a run that resumes at its end reads no batch, but loads its best model",
-    "_get_dataloader": "training leaves out the rows of `dual_holdout`, with Trainer's own sampler",
     "_inner_training_loop": "a new trial or batch size starts with fresh multipliers",
     "_load_best_model": "the multipliers of that checkpoint come back with it",
-    "_load_callback_state": "the readable multipliers in trainer_state.json are those of no callback",
     "_load_from_checkpoint": "weights whose names on disk differ are loaded under their own names",
     "_prepare_dataset": "TRL's: rows without a label are refused when they are prepared",
     "_prepare_inputs": "TRL's: a cache would hide the borders of packed documents",
-    "_save_optimizer_and_scheduler": "the dual state belongs to the checkpoint",
-    "_save_rng_state": "the last file but one, after which a checkpoint's checksums are written",
+    "_save_rng_state": "comes before the trainer state, which stands for a complete save of the dual state, too",
 }
 # By module, names that are read or called.
 PRIVATE_NAMES = {

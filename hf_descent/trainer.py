@@ -3,52 +3,42 @@
 What happens in one optimizer step: `compute_loss` reads the layer losses of a micro-batch (`losses/layerwise.py`) and
 returns the objective, their weighted sum (`constraints/objectives.py`). After the optimizer's step the layer losses of
 all micro-batches and processes are added up (`training/objective.py`), and the multipliers take one step
-(`constraints/state.py`). Everything else is Trainer's.
+(`constraints/state.py`). What is found out before the first step, and what is counted and measured, is kept by
+`training/run.py`. Everything else is Trainer's.
 """
 
 import contextlib
 import inspect
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from accelerate.utils import slice_tensors
 from torch import nn
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from .compat import own_scaling, scaled_for_accumulation
 from .configs import DescentConfig
 from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
-from .constraints.state import STATE_NAME, DescentState
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
-from .evaluation.side_by_side import SideBySide, plain_profile
+from .evaluation.side_by_side import SideBySide
 from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
-from .losses.task import TaskLoss
 from .models import give_linear_readout
-from .noise.embedding_noise import EmbeddingNoise
-from .readout.labels import labels_of
-from .readout.replay import Readout
 from .readout.stack import unwrapped
-from .runs import RunFolder, training_arguments
-from .training import checkpoints, checks, evaluation, holdout, judging, preparation
+from .readout.tape import assigned
+from .runs import RunFolder
+from .training import checkpoints, checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results, results_of_weights
-from .training.evaluation import LayersBeside
-from .training.objective import DescentObjective
 from .training.plain_arm import train_both
-from .training.records import LayerTotals, RunRecord, StepSums, counted_step, name_of_set
-from .training.references import LastLayerReferences, time_to_read
+from .training.records import Evaluation, RunRecord, name_of_set
+from .training.run import DescentRun
 from .training.search import default_objective
 
 
@@ -71,9 +61,8 @@ class DescentMixin:
     _tag_names = TAGS
     _paper = PAPER
     config_class = DescentConfig
-    logs_tokens = (
-        False  # whether a subclass logs statistics of the last layer's tokens, by `_log_tokens`
-    )
+    # Whether a subclass logs statistics of the last layer's tokens, by `_log_tokens`.
+    logs_tokens = False
     command: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
@@ -88,24 +77,24 @@ class DescentMixin:
         dual_dataset=None,
         **keywords,
     ):
-        args = self.config_class.from_training_arguments(
-            args or self.config_class(output_dir="tmp_trainer")
-        )
+        if args is None:
+            args = self.config_class(output_dir="tmp_trainer")
+        args = self.config_class.from_training_arguments(args)
         checks.check_one_loss(layer_loss_fn, keywords.get("compute_loss_func"))
         if layer_loss_fn is not None:
             keywords["compute_loss_func"] = layer_loss_fn
-        # "mean" and "cls" make the model one that reads so: what is trained and measured is what is saved.
-        self._pooling = readout if isinstance(readout, str) else None
-        self._readout = None if isinstance(readout, str) else readout
-        self._dual_dataset = dual_dataset
+
+        self._readout = readout
+        self._pooling = None
+        if isinstance(readout, str):
+            # "mean" and "cls" make the model one that reads so: what is trained and measured is what is saved.
+            self._pooling = readout
+            self._readout = None
         if model is not None:
             self._set_pooling(model)
-        self._task: TaskLoss | None = None
-        self._objective: DescentObjective | None = None
-        self._noise: EmbeddingNoise | None = None
-        self._step, self._evaluated, self._record = StepSums(), LayerTotals(), RunRecord()
-        self._references = LastLayerReferences()
-        self._judging: DescentState | None = None  # judges a model that was not trained under it
+        self._dual_dataset = dual_dataset
+        self._run = DescentRun()
+
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
         self._add_callbacks()
@@ -120,350 +109,289 @@ class DescentMixin:
         return model
 
     def _add_callbacks(self) -> None:
-        """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs neither."""
+        """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs none."""
         if not self._reads_layers:
             checks.check_targeted_layers(self)
             return
         checks.check_supported(self, super().compute_loss)
-        certificate, others = lambda: self._record.certificate, self.callback_handler.callbacks
-        add_callbacks(
-            self,
-            DescentCallback(self._after_optimizer_step, self._after_epoch, certificate, others),
+        callback = DescentCallback(
+            before_training=self._prepare_finished,
+            after_step=self._after_optimizer_step,
+            after_epoch=self._after_epoch,
+            certificate=self._last_certificate,
+            others=self.callback_handler.callbacks,
         )
+        add_callbacks(self, callback)
 
     @property
     def multipliers(self) -> Multipliers | None:
         """The Lagrange multipliers; `multipliers.values` is `[rows]` ([`DescentProblem`]). `None` before training."""
-        return self._objective and self._objective.multipliers
+        dual = self._run.dual
+        return None if dual is None else dual.multipliers
 
     @property
     def problem(self) -> DescentProblem | None:
         """The [`DescentProblem`] being solved; of plain training the one that evaluations judge the model by. `None`
         before training, and after plain training before an evaluation."""
-        dual = self._dual or self._judging
-        return dual and dual.problem
-
-    @property
-    def _dual(self) -> DescentState | None:
-        return self._objective and self._objective.dual
+        judge = self._run.judge
+        return None if judge is None else judge.problem
 
     @property
     def _reads_layers(self) -> bool:
         return self.args.objective != "erm" or self._readout is not None
 
+    @property
+    def _stock_scaling_is_right(self) -> bool:
+        """Whether Trainer scales a plain loss right whether it takes the items of the step or not."""
+        is_one_batch = self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
+        return is_one_batch and not self._reads_layers
+
+    def _is_labelled(self, inputs) -> bool:
+        return evaluation.is_labelled(inputs, self.label_names)
+
     # ---- one optimizer step ----
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         start = time.perf_counter()
-        if self._counts_by_task and self._task is None:
-            epoch_iterator = self._with_task_found(epoch_iterator)
+        epoch_iterator = self._prepared(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:  # of data without a length Trainer goes on asking
-            self._record.step_starts.append(start)
-        if batches and self._reads_layers:
-            if self._objective is None:
-                self._prepare_training(batches)
-            if self._objective is not None:
-                self._read_last_layer()
+            self._run.record.step_starts.append(start)
+            if self._reads_layers:
+                self._run.read_last_layer(self)
 
-        self._step = StepSums()
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
-            return [], None
-        if not self._stock_scaling_is_right:
-            self._step = counted_step(self, self._task, batches)
-        if self._objective is not None:
-            self._objective.begin(self.state.global_step, self._step)
+            batches = []
+            num_items = None
+        self._run.begin_step(self, batches, counts_items=not self._stock_scaling_is_right)
         return batches, num_items
 
-    @property
-    def _counts_by_task(self) -> bool:
-        """Whether Trainer counts the labels of plain training, which takes the shift of the labels."""
-        if self._reads_layers:
-            return False
-        has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        return self.model_accepts_loss_kwargs or has_own_loss or not self._stock_scaling_is_right
-
-    def _with_task_found(self, batches: Iterator) -> Iterator:
-        """The same batches, after the task loss was found on the first one."""
-        first = next(batches, None)
-        if first is None:
-            return iter(())
-        if self._is_labelled(first):
-            self._find_task(self.model_wrapped, preparation.prepared(self, first))
-        return chain([first], batches)
-
-    def _prepare_training(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Find out on the batches of a step what this run needs to know, before anything is counted."""
-        labelled = [batch for batch in batches if self._is_labelled(batch)]
-        if labelled:
-            self._prepare(self.model_wrapped, preparation.prepared(self, labelled[0]))
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        is_step = model.training and torch.is_grad_enabled()
-        is_labelled = self._is_labelled(inputs)
-        if not self._reads_layers or not (is_step or is_labelled):
+        if not self._reads_layers:
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
-        if not is_labelled:
-            raise checks.without_labels(self, inputs)
-        if not self._is_prepared(model):  # an evaluation's first batch, late labels, another model
-            self._prepare(model, inputs)
-        if not is_step:
-            return self._evaluation_loss(model, inputs, return_outputs)
+        if not (model.training and torch.is_grad_enabled()):
+            return self._evaluation_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        with self._training_noise(model):
-            losses = self._objective.read(model, inputs, keep_logits=return_outputs)
+        with self._noise_of_micro_batch():
+            losses = self._run.objective.layer_losses(model, inputs, keep_logits=return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
-        objective = losses.objective * self.args.world_size  # DDP averages gradients over processes
-        is_scaled = self._step.items is not None  # else each micro-batch is a mean
-        objective = scaled_for_accumulation(self, objective, is_scaled, num_items_in_batch)
-        return (objective, losses.outputs) if return_outputs else objective
+        loss = losses.objective * self.args.world_size  # DDP averages gradients over processes
+        is_scaled = self._run.step.items is not None  # else each micro-batch is a mean
+        loss = scaled_for_accumulation(self, loss, is_scaled, num_items_in_batch)
+        return (loss, losses.outputs) if return_outputs else loss
 
-    def _evaluation_loss(self, model, inputs, return_outputs):
+    def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """f_L of a batch; the losses of all layers are added to those of the evaluation."""
-        key = None
-        if self._record.by_strategy:
-            key = (self.args.process_index, self._evaluated.batches)
-        measured = self._objective.layers.measure(
-            model, inputs, keep_logits=return_outputs, key=key
-        )
-        labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
-        self._evaluated = self._evaluated.plus(measured, labels)
-        self._log_tokens(inputs, measured.outputs, measured.tokens)
-        loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
-        return (loss, measured.outputs) if return_outputs else loss
+        if not self._is_labelled(inputs):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        sample = None
+        if self.is_in_train:  # a verdict is on all tokens, evaluations in training are on a sample
+            sample = (self.args.process_index, self._run.totals.batches)
+        layers = self._run.objective.layers
+        losses = layers.measure(model, inputs, keep_logits=return_outputs, key=sample)
+        self._run.add_batch(losses, inputs)
+        self._log_tokens(inputs, losses.outputs, losses.tokens)
+        loss = torch.where(losses.items > 0, losses.means[-1], torch.nan)
+        return (loss, losses.outputs) if return_outputs else loss
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Trainer's own loss; scaled right where Trainer's is not."""
-        miscaled = self._is_labelled(inputs) and not (
-            self._stock_scaling_is_right or self._reads_layers
-        )
-        if miscaled:
-            # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
-            task = self._find_task(model, inputs)
-            miscaled = num_items_in_batch is None or not preparation.takes_items(self, task, inputs)
-        with self._training_noise(model) if model.training else contextlib.nullcontext():
-            if not (miscaled and model.training):
-                return super().compute_loss(
-                    model, inputs, return_outputs, None if miscaled else num_items_in_batch
-                )
-            share = self._step.share(task.count(inputs)) * self.args.world_size
+        task = self._run.task
+        scales = not (self._stock_scaling_is_right or task is None) and self._is_labelled(inputs)
+        if scales and (num_items_in_batch is None or not task.takes_items):
+            return self._scaled_plain_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._noise_of_micro_batch() if model.training else contextlib.nullcontext():
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _scaled_plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
+        """The part of a micro-batch in the mean over the items of a step, of a loss that is a mean itself."""
+        if not model.training:
+            # Given items, Trainer would multiply any loss by the number of processes.
+            return super().compute_loss(model, inputs, return_outputs)
+        with self._noise_of_micro_batch():
+            share = self._run.step.share(self._run.task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-            loss = torch.where(share > 0, loss, 0.0) * share
-            loss = scaled_for_accumulation(self, loss, True, num_items_in_batch)
-            return (loss, outputs) if return_outputs else loss
+        loss = torch.where(share > 0, loss, 0.0) * share
+        loss = scaled_for_accumulation(self, loss, True, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
-        micro_batches = self._step.micro_batches
+        micro_batches = self._run.step.micro_batches
         with own_scaling(self):
             objective = super().training_step(*args, **kwargs)
         if not self._reads_layers:
-            self._step = replace(self._step, micro_batches=micro_batches + 1)
+            self._run.count_micro_batch()
             return objective
-        if self._step.micro_batches == micro_batches:
+        step = self._run.step
+        if step.micro_batches == micro_batches:
             raise checks.without_layers(self)
         # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
-        return self._step.final * self.args.world_size
+        return step.final * self.args.world_size
 
-    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
-        dataset = holdout.split(dataset, self.args)[0] if is_training else dataset
-        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+    def _noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
+        """The noise of the present micro-batch of training, as a context."""
+        if self.args.gamma_train == 0:
+            return contextlib.nullcontext()
+        # Keyed by where training stands, the noise of a resumed run needs no saved generator.
+        place = (self.args.process_index, self.state.global_step, self._run.step.micro_batches)
+        self._run.noise.reseed(*place)
+        return self._run.noise
 
     def _after_optimizer_step(self, skipped: bool) -> None:
-        if self._objective is not None:
-            self._objective.step(skipped or self.accelerator.optimizer_step_was_skipped)
-            self._step = self._objective.sums
+        if self._run.objective is not None:
+            self._run.objective.step(skipped or self.accelerator.optimizer_step_was_skipped)
 
     def _after_epoch(self) -> None:
-        if self._objective is not None and self.args.slack_restart:
+        if self._run.objective is not None and self.args.slack_restart:
             self.multipliers.restart_slacks()
 
     def _log_tokens(self, inputs, outputs, tokens) -> None:
         """For a subclass that logs statistics of the last layer's tokens."""
 
-    # ---- what is found out once ----
+    # ---- what is found out once: before the first step, and at the start of an evaluation ----
 
-    def _find_task(self, model, inputs, is_shared=False) -> TaskLoss:
-        """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
-        if self._task is None:
-            inputs = inputs if is_shared else preparation.shared_batch(inputs, self)
-            self._task = preparation.find_task(self, unwrapped(model), inputs, self._readout)
+    def _prepared(self, batches: Iterator) -> Iterator:
+        """The same batches, after what this run has to know was found out on the first one."""
+        if not self._has_to_find_out(self.model_wrapped):
+            self._run.find_noise(self.model_wrapped, self)
+            return batches
+        first = next(batches, None)
+        if first is None:
+            return iter(())
+        self._find_out(self.model_wrapped, preparation.prepared(self, first))
+        self._run.find_noise(self.model_wrapped, self)
+        return chain([first], batches)
+
+    def _has_to_find_out(self, model: nn.Module) -> bool:
+        if self._reads_layers:
+            return not self._run.reads(model)
+        # Trainer itself counts the labels of plain training, which takes their shift.
+        has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        counts = self.model_accepts_loss_kwargs or has_own_loss or not self._stock_scaling_is_right
+        return counts and self._run.task is None
+
+    def _find_out(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Find out on a batch what this run has to know of the model, its loss and its layers."""
+        is_labelled = self._is_labelled(inputs)
+        if self._reads_layers and not is_labelled:
+            raise checks.without_labels(self.label_names, self.model, inputs)
+        if self._reads_layers:
+            self._run.find_layers(self, model, inputs, self._readout, self._dual_dataset)
+        elif is_labelled:
+            finds_items = not self._stock_scaling_is_right
+            self._run.find_task(self, model, inputs, finds_items)
+        if self._run.task is not None:
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
-            self._loss_shifts_labels = self._task.shifts_labels
-        return self._task
+            self._loss_shifts_labels = self._run.task.shifts_labels
 
-    def _is_prepared(self, model) -> bool:
-        """Whether the layers of this very model, with this head and these adapters, were found."""
-        return self._objective is not None and self._objective.layers.readout.fits(unwrapped(model))
-
-    def _prepare(self, model, inputs) -> None:
-        """Find the layers on the first batch, anew where the model has become another; build or load the dual side."""
-        model = unwrapped(model)
-        if self._objective is not None:
-            self._task = None  # the model has become another one
-        inputs = preparation.shared_batch(inputs, self)
-        task = self._find_task(model, inputs, is_shared=True)
-        layers = preparation.find_layers(self, model, inputs, task, self._readout)
-        dual = self._dual or preparation.make_dual(
-            self, layers, inputs, self._dual_dataset, self._record.resumed_from
-        )
-        self._objective = DescentObjective.of(
-            layers, dual, (self.args.process_index, self.args.world_size)
-        )
-        self._objective.begin(self.state.global_step, self._step)
-
-    def _read_last_layer(self) -> None:
-        """Before training and at the end of the warm-up: f_L on the evaluation sets, by which a verdict tells the
-        price of the constraints."""
-        time = time_to_read(self.state.global_step, self._dual.active_from)
-        if time is not None and time not in self._references.times():
-            self._references.read(self, self._objective.layers, time)
-
-    def _training_noise(self, model):
-        """The noise of a micro-batch as a context."""
-        is_noisy = self.args.gamma_train > 0
-        if self._noise is None and (
-            is_noisy or self.args.eval_gammas
-        ):  # sigma is that before training
-            self._noise = EmbeddingNoise(
-                unwrapped(model), self.args.noise_gamma, self.args.seed, self.noise_sigma()
-            )
-        if not is_noisy:
-            return contextlib.nullcontext()
-        # Keyed by where training stands, the noise of a resumed run needs no saved generator.
-        self._noise.reseed(
-            self.args.process_index, self.state.global_step, self._step.micro_batches
-        )
-        return self._noise
+    def _prepare_finished(self) -> None:
+        """Resumed at its end, a run reads no batch on which to find the layers."""
+        if self.state.global_step >= self.state.max_steps:
+            next(self._prepared(iter(self.get_train_dataloader())), None)
 
     def noise_sigma(self, model=None) -> float:
         """The deviation of the clean signal: given, saved with the model or estimated once; ValueError for none."""
-        model = unwrapped(self.model) if model is None else model
-        return preparation.find_sigma(self, model, self._record.resumed_from)
-
-    # ---- items ----
-
-    def _is_labelled(self, inputs) -> bool:
-        return isinstance(labels_of(inputs, self.label_names), torch.Tensor)
-
-    @property
-    def _stock_scaling_is_right(self) -> bool:
-        return (
-            not self._reads_layers
-            and self.args.gradient_accumulation_steps == 1
-            and self.args.world_size == 1
-        )
+        if model is None:
+            model = unwrapped(self.model)
+        return preparation.find_sigma(self, model, self._run.record.resumed_from)
 
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        self._record = replace(
-            self._record,
-            also_selected=holdout.is_of_training(self, eval_dataset, self._record),
-            evaluating=name_of_set(self, eval_dataset),
-        )
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        with self._run.evaluating(self._evaluation_of(eval_dataset)):
+            return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset, *args, **kwargs):
-        self._record = replace(
-            self._record, also_selected=holdout.is_of_training(self, test_dataset, self._record)
-        )
-        return super().predict(test_dataset, *args, **kwargs)
+        with self._run.evaluating(self._evaluation_of(test_dataset)):
+            return super().predict(test_dataset, *args, **kwargs)
 
-    def _evaluate(self, *args, **kwargs):
-        # By `eval_strategy`: those that others ask for read all tokens, also in training.
-        self._record = replace(self._record, by_strategy=True)
-        try:
-            return super()._evaluate(*args, **kwargs)
-        finally:
-            self._record = replace(self._record, by_strategy=False)
+    def _evaluation_of(self, dataset) -> Evaluation:
+        overlaps_training = holdout.is_of_training(self, dataset, self._run.record)
+        return Evaluation(name_of_set(self, dataset), overlaps_training)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
-        self._objective = (
-            self._record.started and self._objective
-        )  # untrained: f_0 is that of these rows
-        is_beside = not self._reads_layers and description == "Evaluation"
-        is_trained = self._record.started is not None
-        self._evaluated = (
-            LayersBeside(self, super().compute_loss, is_trained, self._evaluated)
-            if is_beside
-            else LayerTotals()
-        )
-        output = super().evaluation_loop(
-            dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-        )
+        loop = partial(super().evaluation_loop, dataloader, description, *args, **kwargs)
+        if not self._reads_layers and description != "Evaluation":
+            return loop(metric_key_prefix=metric_key_prefix)
+
+        reads_beside = contextlib.nullcontext()
+        if self._reads_layers:
+            self._run.begin_evaluation()
+        else:
+            reads_beside = self._run.beside_evaluation(self, super().compute_loss)
+        with reads_beside:
+            output = loop(metric_key_prefix=metric_key_prefix)
         if self._reads_layers and not output.num_samples:
             raise ValueError(
                 "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
             )
-        dual, totals = self._dual, self._evaluated
-        if is_beside:
-            dual = self._judging = self._evaluated.judging_state()
-            totals = self._evaluated.totals
-        if dual is not None:
-            metrics, certificate = evaluation.layer_metrics(
-                dual,
-                evaluation.gathered(
-                    self, totals, *self._earlier_last_layer(self._record.evaluating)
-                ),
-                totals.labels,
-                metric_key_prefix,
-                self._record.also_selected,
-            )
-            if is_beside:
-                metrics.pop(f"{metric_key_prefix}_loss", None)  # Trainer's own stays
-            plain = self._record.plain_losses.get(self._record.evaluating)
-            if certificate is not None and plain is not None:
-                certificate = certificate.with_plain(plain)
-            self._record.keep_certificate(
-                certificate, self.state.global_step, self.state.best_global_step
-            )
-            output.metrics.update(metrics)
-            if certificate is not None and self.is_world_process_zero() and not self.is_in_train:
-                logger.info(f"Verdict on the evaluation data:\n{certificate}")
+        self._judge(output.metrics, metric_key_prefix)
         return output
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+    def _judge(self, metrics: dict[str, Any], prefix: str) -> None:
+        """Add to the metrics of an evaluation those of the layers, and keep its verdict."""
+        run = self._run
         if not self._reads_layers:
-            prediction = super().prediction_step(
-                model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
-            )
-            if isinstance(self._evaluated, LayersBeside):
-                self._evaluated.read(model, inputs)
-            return prediction
-        ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
+            run.judge_beside()
+        if run.judge is None:
+            return
+        readings = run.references.of_process(run.evaluation.set_name, self)
+        rows = evaluation.gathered(self, run.totals, readings, run.references.of_other_data())
+        found, certificate = evaluation.layer_metrics(
+            run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
+        )
+        if not self._reads_layers:
+            found.pop(f"{prefix}_loss", None)  # Trainer's own stays
+        metrics.update(found)
+        if certificate is None:
+            return
+        certificate = run.keep_certificate(certificate, self.state)
+        if self.is_world_process_zero() and not self.is_in_train:
+            logger.info(f"Verdict on the evaluation data:\n{certificate}")
+
+    def _last_certificate(self):
+        return self._run.record.certificate
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+        is_labelled = self._is_labelled(inputs)
+        if is_labelled and not self._stock_scaling_is_right and self._has_to_find_out(model):
+            self._find_out(model, preparation.prepared(self, inputs))
+        if self._reads_layers:
+            ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(
             super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
         )
-        if not self._is_labelled(inputs):
-            if self._readout is None:
-                return predict()
-            readout, bare = self._objective and self._objective.layers.readout, unwrapped(model)
-            if readout is None or not readout.fits(
-                bare
-            ):  # not kept: this batch does not show the labels' shift
-                readout = Readout.probe(bare, self._prepare_inputs(inputs), self._readout)
-            with readout.attach(
-                lambda *_: None, [readout.num_layers]
-            ):  # its logits are the model's
-                return predict()
-        before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
+        if not self._reads_layers:
+            prediction = predict()
+            if self._run.beside is not None:
+                self._run.beside.read(model, inputs)
+            return prediction
+        if is_labelled:
+            return self._measured_prediction(predict, model, inputs, prediction_loss_only)
+        if self._readout is None:
+            return predict()
+        inputs = self._prepare_inputs(inputs)
+        with evaluation.read_by(self._readout, self._run.readout, model, inputs):
+            return predict()
+
+    def _measured_prediction(self, predict, model, inputs, prediction_loss_only):
+        """The prediction of a batch, whose layer losses are added to those of the evaluation."""
+        before = self._run.totals
+        own_rows = evaluation.rows_counted_once(self, inputs)
         if prediction_loss_only:
             prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
         else:
             prediction = predict()
         # A batch whose rows are repeated in part is measured again, on its own rows alone; so is one for which
         # Seq2SeqTrainer calls the model by itself, since it generates.
-        if own_rows is not None or self._evaluated is before:
-            inputs, self._evaluated = self._prepare_inputs(inputs), before
-            # On every process, also for no rows: a forward may gather parameters.
-            self._evaluate_batch(
-                model,
-                inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1))),
-            )
+        if own_rows is not None or self._run.totals is before:
+            inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
+            self._run.take_back(before)
+            self._evaluate_batch(model, inputs)
             if own_rows == 0:
-                self._evaluated = before
+                self._run.take_back(before)
         return prediction
 
     def _evaluate_batch(self, model, inputs) -> torch.Tensor:
@@ -480,19 +408,21 @@ class DescentMixin:
 
         ValueError for no levels, no data, or no scale for them (see [`noise_sigma`]); and as of [`noise_curve`].
         """
-        gammas = self.args.eval_gammas if gammas is None else gammas
+        if gammas is None:
+            gammas = self.args.eval_gammas
         if gammas is None:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model, settings = evaluation.settings(self, self._readout)
+        # The levels of a perturbation are others than those of training, and of the card.
         is_noise = kwargs.get("perturbation") is None
-        if (
-            is_noise
-        ):  # the levels of a perturbation are others than those of training, and of the card
-            settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
-        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
+        if is_noise:
+            settings["sigma"] = self.noise_sigma(model)
+            settings["gamma_train"] = self.args.gamma_train
+        settings.update(kwargs)
+        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **settings)
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         if is_noise:
-            self._record.measured["noise_curve"] = curve
+            self._run.record.measured["noise_curve"] = curve
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
@@ -504,46 +434,45 @@ class DescentMixin:
 
         ValueError for no data, or as of [`layer_profile`].
         """
+        references = self._run.references  # were read without noise
         model, settings = evaluation.settings(self, self._readout)
-        if kwargs.get("gamma"):
+        settings["problem"] = self.problem
+        has_noise = bool(kwargs.get("gamma"))
+        if has_noise:
             settings["sigma"] = self.noise_sigma(model)
-        has_references = not kwargs.get("gamma")  # without noise, as they were read
-        readings, of_other_data = self._earlier_last_layer(name_of_set(self, eval_dataset))
-        if has_references and self.args.world_size == 1:
-            settings["readings"] = readings
-        settings |= {"problem": self.problem} | kwargs
+        elif self.args.world_size == 1:
+            settings["readings"] = references.of_process(name_of_set(self, eval_dataset), self)
+        settings.update(kwargs)
         profile = layer_profile(model, self._held_out(eval_dataset), **settings)
-        if has_references and not profile.references:
-            profile.references = of_other_data
-        self._record.measured["layer_profile"] = profile
-        dual = self._dual or self._judging
-        if dual is None and "problem" not in kwargs:
-            is_trained = self._record.started is not None
-            dual = self._judging = judging.state_for_profile(self, profile, is_trained)
-            profile.problem = dual.problem and dual.problem.state_dict()
-        if profile.problem is not None:
-            also_selected = holdout.is_of_training(self, eval_dataset, self._record)
-            profile.facts = evaluation.facts_of(dual, profile.problem, also_selected)
-            summary = {"arguments": training_arguments(self.args)}
-            plain = plain_profile(self.args.output_dir, summary, profile)
-            if plain is not None:
-                profile.keep_plain(plain)
-            self._record = replace(self._record, certificate=profile.certificate())
-        return profile
+        if not (has_noise or profile.references):
+            profile.references = references.of_other_data()
 
-    def _earlier_last_layer(self, name: str | None) -> tuple[dict, list]:
-        """This process's earlier readings of the last layer on the evaluation set `name`, and what they say for other
-        data."""
-        return self._references.of_process(name, self), self._references.of_other_data()
+        if self._run.judge is None and "problem" not in kwargs:
+            self._run.judge_profile(self, profile)
+        if profile.problem is not None:
+            overlaps_training = holdout.is_of_training(self, eval_dataset, self._run.record)
+            evaluation.add_facts(profile, self._run.judge, overlaps_training, self.args)
+        self._run.record.keep_profile(profile)
+        return profile
 
     def _held_out(self, dataset):
         return evaluation.chosen_dataset(self.eval_dataset, dataset)
 
     # ---- a run and its checkpoints ----
 
+    def get_train_dataloader(self):
+        rows, _ = holdout.split(self.train_dataset, self.args)
+        with assigned([(self, "train_dataset")], rows):
+            return super().get_train_dataloader()
+
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        resume_from_checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
+        try:
+            output = super().train(checkpoint, *args, **kwargs)
+        finally:
+            self.is_in_train = False  # also of a training that was interrupted
+        self._run.end_training(self)
+        return output
 
     def train_with_plain(
         self, resume_from_checkpoint=None, eval_dataset=None, **settings
@@ -563,11 +492,11 @@ class DescentMixin:
         ValueError where the objective is plain training already, the model is sharded, `optimizers` were given, or as
         of `train` and [`evaluate_layers`].
         """
-        found = train_both(self, resume_from_checkpoint, eval_dataset, settings)
+        arms = train_both(self, resume_from_checkpoint, eval_dataset, settings)
         name = name_of_set(self, eval_dataset)
-        if name is not None and not found.plain.gamma:  # `evaluate` is without noise
-            self._record.plain_losses[name] = float(found.plain.losses[-1])
-        return found
+        if name is not None and not arms.plain.gamma:  # `evaluate` is without noise
+            self._run.record.plain_losses[name] = float(arms.plain.losses[-1])
+        return arms
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
@@ -576,45 +505,39 @@ class DescentMixin:
         checks.check_best_metric(self)
         checks.report_own_averages(self.args)
         if self._reads_layers:
-            seen = checks.check_data(self, self._readout, self._dual_dataset)
+            row_keys = checks.check_data(self, self._readout, self._dual_dataset)
         else:
-            seen = holdout.check_parts(self, dual_dataset=None)
-        self._task = self._objective = self._noise = self._judging = None
-        # What was measured before is of another model.
-        self._evaluated = LayerTotals()
-        self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
-        self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
-        self._references = LastLayerReferences.load(resumed_from or "")
-        checkpoints.note_readout(self.model, self._readout)
+            row_keys = holdout.check_parts(self, dual_dataset=None)
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        searched = self._run.record.searched or "searched" in self.command
+        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched, **row_keys))
+        preparation.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
-    def _finalize_training(self, *args, **kwargs):
-        # Resumed at its end, a run reads no batch on which to find the layers and the scale of the noise.
-        if self._reads_layers and self._dual is None:
-            self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
-        self._training_noise(self.model)
-        self._judging = None  # found again with the f_0 of the training labels
-        if self.args.load_best_model_at_end:
-            check = partial(checkpoints.check_complete, resumes=False)
-            checkpoints.on_first_process(self.args, check, self.state.best_model_checkpoint or "")
-        return super()._finalize_training(*args, **kwargs)
-
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        self._save_dual_state(output_dir)
-
-    def _save_dual_state(self, output_dir) -> None:
-        if self._dual is not None:
-            checkpoints.check_agreement(self, self._dual.multipliers.values)
-            self._dual.save(output_dir, write=self.args.should_save)
-            if self.args.should_save:
-                self._references.save(output_dir)
-            # For people to read, in trainer_state.json.
-            self.state.stateful_callbacks["DescentState"] = self._dual.summary()
+    def save_model(self, output_dir=None, _internal_call=False):
+        is_checkpoint = _internal_call and bool(output_dir)
+        if is_checkpoint and self.args.should_save:
+            checkpoints.mark_incomplete(output_dir)
+        super().save_model(output_dir, _internal_call)
+        if self._readout is not None and not _internal_call and self.is_world_process_zero():
+            checkpoints.warn_of_readout(self._readout)
+        if self.args.should_save:
+            RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
+        if is_checkpoint and self.args.save_only_model:
+            self._save_run(output_dir)
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
+        self._save_run(output_dir)
+
+    def _save_run(self, output_dir) -> None:
+        """Save this run into a checkpoint, in which all files are there but the trainer state."""
+        dual = self._run.dual
+        if dual is not None:
+            checkpoints.check_agreement(self, dual.multipliers.values)
+            self._run.save(output_dir, write=self.args.should_save)
+            self.state.stateful_callbacks[checkpoints.READABLE_STATE] = dual.summary()
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
         checkpoints.save_checksums(self, output_dir)
@@ -625,53 +548,22 @@ class DescentMixin:
 
     def _load_best_model(self):
         best = self.state.best_model_checkpoint
+        check = partial(checkpoints.check_complete, resumes=False)
+        checkpoints.on_first_process(self.args, check, best)
         with checkpoints.own_names(self, best):
             super()._load_best_model()
-        certificate = self._record.certificates.get(self.state.best_global_step)
-        self._record = replace(self._record, certificate=certificate)
-        if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
-            self._dual.load(best)
-
-    def _load_callback_state(self):
-        # The readable copy is no callback; Trainer would report it as missing.
-        self.state.stateful_callbacks.pop("DescentState", None)
-        super()._load_callback_state()
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        if (
-            _internal_call and output_dir and self.args.should_save
-        ):  # the old one would stand for a complete save
-            Path(output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
-        super().save_model(output_dir, _internal_call)
-        if self._readout is not None and not _internal_call and self.is_world_process_zero():
-            checkpoints.warn_of_readout(self._readout)
-        if self.args.should_save:
-            RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
-        if (
-            _internal_call and output_dir and self.args.save_only_model
-        ):  # a checkpoint without an optimizer
-            self._save_dual_state(output_dir)
-            checkpoints.save_checksums(self, output_dir)
+        self._run.go_back_to(best, self.state.best_global_step)
 
     def _run_summary(self) -> dict[str, Any]:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
-        if self._record.started is None and (saved := checkpoints.saved_summary(self)):
-            return saved
-        summary = checkpoints.run_summary(
-            self, self._record, self.command, self._readout, self._dual, self._judging
-        )
-        if last_layer_losses := self._references.summary():
-            summary["last_layer_losses"] = last_layer_losses
-        return summary
+        if not self._run.has_started:
+            saved = checkpoints.saved_summary(self)
+            if saved:
+                return saved
+        return checkpoints.run_summary(self, self._run, self.command, self._readout)
 
     def log(self, logs, start_time=None):
-        if self._dual is not None and ("loss" in logs or "train_runtime" in logs):
-            readout = self._objective.layers.readout
-            checks.report_layers_at_chance(readout, self._dual, self.state.global_step)
-        if self._dual is not None and "loss" in logs:
-            logs.update(self._dual.logs(self.state.global_step))
-        elif self._dual is not None and "train_runtime" in logs:
-            logs.update(self._dual.report())
+        logs.update(self._run.additions_to(logs, self.state.global_step))
         super().log(logs, start_time)
 
     def hyperparameter_search(
@@ -681,9 +573,12 @@ class DescentMixin:
             compute_objective, direction = default_objective(
                 self.args.objective, self.eval_dataset, direction
             )
-        args = (compute_objective, n_trials, direction or "minimize", *args)
-        self._record = replace(self._record, searched=True)
-        return super().hyperparameter_search(hp_space, *args, **kwargs)
+        if direction is None:
+            direction = "minimize"
+        self._run.begin_search()
+        return super().hyperparameter_search(
+            hp_space, compute_objective, n_trials, direction, *args, **kwargs
+        )
 
     def push_to_hub(self, *args, **kwargs):
         if self._readout is not None and self.is_world_process_zero():
@@ -698,9 +593,8 @@ class DescentMixin:
         run = RunFolder(self.args.output_dir)
         run.write_summary(self._run_summary())
         if self._readout is None:
-            run.write(results_of_weights(self, self._record))
-        trained = self._record.started is not None
-        write_card(run.path, **card_facts(self, given, trained, self._readout))
+            run.write(results_of_weights(self, self._run.record))
+        write_card(run.path, **card_facts(self, given, self._run.has_started, self._readout))
 
 
 class DescentTrainer(DescentMixin, Trainer):

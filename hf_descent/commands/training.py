@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -113,7 +113,6 @@ def _train_arm(
     trainer.command = json_value(
         {name: value for each in (model_args, data_args) for name, value in vars(each).items()}
     )
-    trainer._record = replace(trainer._record, searched="searched" in trainer.command)
     args, folder = trainer.args, RunFolder(trainer.args.output_dir)
     record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
     record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}

@@ -31,7 +31,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
 from ..readout.stack import errors_explained, inner_model
-from ..training.objective import DescentObjective
+from ..training.objective import LayerObjective
 from .meter import Meter
 
 
@@ -173,7 +173,7 @@ class PlannedModel:
                 if args.objective == "erm":
                     objective = output_loss(self.model(**batch))
                 else:
-                    objective = DescentObjective.of(layers, dual)(self.model, batch)
+                    objective = LayerObjective(layers, dual)(self.model, batch)
             objective.backward()
             for hook in hooks:
                 hook.remove()

@@ -18,6 +18,7 @@ from ..configs import LAYER_LOSS, PER_LAYER
 from ..constraints.objectives import UNCONSTRAINED
 from ..evaluation import Certificate
 from ..extras import is_installed
+from .checkpoints import READABLE_STATE
 
 
 def show_messages(args: TrainingArguments) -> None:
@@ -31,16 +32,24 @@ def show_messages(args: TrainingArguments) -> None:
         logger.addHandler(logging.StreamHandler())
 
 
+# Stands for the copy of the multipliers in trainer_state.json, which no callback has saved: without a callback of that
+# name, `restore_callback_states_from_checkpoint=True` warns of it.
+ReadableState = type(READABLE_STATE, (TrainerCallback,), {})
+
+
 def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
     """Add `callback`, and the console output below in place of Trainer's; once."""
-    callbacks = {type(each): each for each in trainer.callback_handler.callbacks}
+    callbacks = {type(known): known for known in trainer.callback_handler.callbacks}
     if DescentCallback not in callbacks:
         # First of all: others may save a checkpoint at the end of a step.
         trainer.callback_handler.callbacks.insert(0, callback)
-    for stock, ours in (
-        (ProgressCallback, DescentProgressCallback),
-        (PrinterCallback, DescentPrinterCallback),
-    ):
+        if trainer.args.restore_callback_states_from_checkpoint:
+            trainer.add_callback(ReadableState)
+    replacements = {
+        ProgressCallback: DescentProgressCallback,
+        PrinterCallback: DescentPrinterCallback,
+    }
+    for stock, ours in replacements.items():
         if stock in callbacks:  # by exact type: one of the user's own stays
             trainer.remove_callback(callbacks[stock])
             trainer.add_callback(ours)
@@ -48,18 +57,22 @@ def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
 
 @dataclass(eq=False, repr=False)
 class DescentCallback(TrainerCallback):
-    """Calls back after the optimizer's step and after every epoch, and gives TensorBoard and Trackio a figure of the
-    layer losses with every evaluation, beside the scalars.
+    """Calls back before training, after the optimizer's step and after every epoch. With every evaluation it gives
+    TensorBoard and Trackio a figure of the layer losses, beside the scalars.
 
     Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
     still may meet them, at first at the price of the score.
     """
 
+    before_training: Callable[[], None]
     after_step: Callable[[bool], None]  # of whether the gradient scaler of float16 skipped the step
     after_epoch: Callable[[], None]
     certificate: Callable[[], Certificate | None]  # that of the last evaluation
     others: list[TrainerCallback]  # the trainer's
     scale: float | None = None  # of the gradients, before the optimizer's step
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.before_training()
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         self.scale = scaler.get_scale() if (scaler := getattr(optimizer, "scaler", None)) else None

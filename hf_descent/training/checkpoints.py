@@ -26,7 +26,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from ..configs import DescentArguments
-from ..constraints.state import DescentState
 from ..evaluation.scoring import name_of
 from ..files import write_json
 from ..readout.pooling import POOLINGS
@@ -34,6 +33,7 @@ from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
 from .records import RunRecord, evaluation_sets, reduced
+from .run import DescentRun
 
 
 logger = logging.get_logger(__name__)
@@ -42,6 +42,8 @@ WEIGHTS = ("model", "adapter_model", "pytorch_model")
 # The beginnings of the names of optimizers, the latter with DeepSpeed.
 OPTIMIZERS = ("optimizer", "global_step")
 ONLY_TO_RESUME = ("optimizer", "scheduler", "rng_state", "scaler")  # how the names of files begin
+# The name in trainer_state.json, as of a callback, of a copy of the multipliers for people to read.
+READABLE_STATE = "DescentState"
 CHECKSUMS_NAME = "descent_files.json"  # with the step, sizes and checksums of the other files
 # What resuming reads, beside JSON, which people may edit.
 CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
@@ -105,16 +107,6 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
         logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
 
-def note_readout(model: nn.Module, readout: Callable | None) -> None:
-    """Keep in the config of a model the name of the function that reads it in training, which nothing saves: loaded or
-    cut, the model has its own tail."""
-    config = getattr(inner_model(model), "config", None)
-    if readout is not None and config is not None:
-        config.custom_readout = name_of(readout)
-    elif hasattr(config, "custom_readout"):
-        del config.custom_readout
-
-
 def warn_of_readout(readout: Callable) -> None:
     """Say on saving that the model was read by a function that is not saved with it."""
     logger.warning(
@@ -131,6 +123,11 @@ def saved_summary(trainer: Trainer) -> dict[str, Any]:
         if summary:
             return summary
     return {}
+
+
+def mark_incomplete(folder: str) -> None:
+    """Remove the trainer state of an earlier save, which would stand for a complete save before this one is."""
+    Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
 def save_checksums(trainer: Trainer, folder: str) -> None:
@@ -191,32 +188,35 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
 
 
 def run_summary(
-    trainer: Trainer,
-    record: RunRecord,
-    command: Mapping[str, Any],
-    readout,
-    state: DescentState | None,
-    judging: DescentState | None = None,
+    trainer: Trainer, run: DescentRun, command: Mapping[str, Any], readout: Callable | None
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
-    step costs, the dual side, or the problem by which evaluations are `judging` plain training. A `record` of a run
-    that never started says nothing of training."""
-    dual = {}
-    if state is not None:
-        dual = state.summary()
-    elif judging is not None and judging.problem is not None:
-        dual = judging.problem.state_dict()
-    summary = {"model": type(inner_model(trainer.model)).__name__}
-    if record.started is not None:
-        summary.update(_training_summary(trainer, record, dual, readout))
+    step costs, the dual side, or the problem by which evaluations judge plain training. That of a run that never
+    started says nothing of training."""
+    architecture = type(inner_model(trainer.model)).__name__
+    summary = {"model": architecture}
+    dual = _dual_summary(run)
+    if run.has_started:
+        summary.update(_training_summary(trainer, run.record, dual, readout))
         if command:
             summary["command"] = dict(command)
-    summary.update(_model_summary(trainer.model, summary["model"]))
-    if record.step_seconds is not None:
-        summary["step_seconds"] = record.step_seconds
-    if record.started is not None:
+    summary.update(_model_summary(trainer.model, architecture))
+    if run.record.step_seconds is not None:
+        summary["step_seconds"] = run.record.step_seconds
+    if run.has_started:
         summary.update(dual)
+    last_layer_losses = run.references.summary()
+    if last_layer_losses:
+        summary["last_layer_losses"] = last_layer_losses
     return summary
+
+
+def _dual_summary(run: DescentRun) -> dict[str, Any]:
+    if run.dual is not None:
+        return run.dual.summary()
+    if run.judging is not None and run.judging.problem is not None:
+        return run.judging.problem.state_dict()
+    return {}
 
 
 def _training_summary(

@@ -132,13 +132,15 @@ def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
         )
 
 
-def without_labels(trainer: Trainer, inputs: Mapping[str, Any]) -> ValueError:
+def without_labels(
+    label_names: Iterable[str], model: nn.Module, inputs: Mapping[str, Any]
+) -> ValueError:
     """The error for a training batch without labels."""
+    wanted = ", ".join(label_names) or "labels"
     return ValueError(
-        f"A training batch has no tensor of labels (looked for {', '.join(trainer.label_names) or 'labels'}; found "
-        f"{', '.join(inputs)}); every layer's loss needs it. Columns of text, and those that "
-        f"{type(inner_model(trainer.model)).__name__} does not take, were dropped: give labels as numbers, to a model "
-        "with a head (`AutoModelFor...`)."
+        f"A training batch has no tensor of labels (looked for {wanted}; found {', '.join(inputs)}); every layer's "
+        f"loss needs it. Columns of text, and those that {type(inner_model(model)).__name__} does not take, were "
+        "dropped: give labels as numbers, to a model with a head (`AutoModelFor...`)."
     )
 
 

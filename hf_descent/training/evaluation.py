@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,20 +14,25 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
+from ..configs import DescentArguments
 from ..constraints.objectives import UNCONSTRAINED, WITH_MULTIPLIERS
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
+from ..evaluation import LayerProfile
 from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
 from ..evaluation.price import Reference
+from ..evaluation.side_by_side import plain_profile
 from ..losses.constant import ConstantPredictor, chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
-from ..readout.replay import probing
+from ..readout.labels import labels_of
+from ..readout.replay import Readout, probing
 from ..readout.stack import inner_model, unwrapped
+from ..runs import training_arguments
 from .checks import check_supported, is_of_layers
 from .judging import chance_in_training, judging_state
 from .preparation import find_task, shared_batch
-from .records import LayerTotals, reduced
+from .records import EvaluationTotals, reduced
 
 
 logger = logging.get_logger(__name__)
@@ -49,6 +55,19 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     return min(max(loader.remainder - args.process_index * rows, 0), rows)
 
 
+def is_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> bool:
+    """Whether a batch has a tensor of labels."""
+    return isinstance(labels_of(inputs, label_names), torch.Tensor)
+
+
+def without_repeats(inputs: Mapping[str, Any], own_rows: int | None) -> Mapping[str, Any]:
+    """The rows of a batch that count, see [`rows_counted_once`]; one where none does, since every process has to run
+    the model: a forward may gather parameters."""
+    if own_rows is None:
+        return inputs
+    return slice_tensors(inputs, slice(max(own_rows, 1)))
+
+
 def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
     config = getattr(model, "config", None)
@@ -64,47 +83,44 @@ class LayersBeside:
     """The layers of plain training, read on each batch of an evaluation after Trainer, whose numbers and random draws
     stay; those below the last on a sample of the tokens, as in training. Where they cannot be read, the log says why.
 
-    `loss_method` is as for `check_supported`, `is_trained` says whether the trainer has trained the model or is at it,
-    and `before` is what the last evaluation has read, perhaps of these layers.
+    `loss_method` is as for `check_supported`.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        loss_method: Callable,
-        is_trained: bool,
-        before: "LayersBeside | LayerTotals",
-    ):
+    def __init__(self, trainer: Trainer, loss_method: Callable):
         self._trainer = trainer
         self._loss_method = loss_method
-        self._is_trained = is_trained
-        self._totals = LayerTotals()
         self._layers: LayerLosses | None = None
         self._has_looked = False  # for the layers, which may be none
         # Of the training labels. Not in training, which a collator that draws by itself would make another.
         self._chance: float | None = None
-        if isinstance(before, LayersBeside):
-            self._layers, self._has_looked, self._chance = before.found
+        self._is_open = False
+        self._totals = EvaluationTotals()
 
-    @property
-    def found(self) -> tuple[LayerLosses | None, bool, float | None]:
-        """The layers, `None` where there are none to read, whether they were looked for, and the loss at chance."""
-        return self._layers, self._has_looked, self._chance
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """One evaluation, inside which `read` reads batches."""
+        self._totals = EvaluationTotals()
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
 
     def _find(self, model, inputs) -> LayerLosses | None:
         trainer = self._trainer
-        own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
+        has_own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
         try:
-            if own_loss or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            if has_own_loss or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
                 raise ValueError("its loss is overridden, or its model compiled.")
             check_supported(trainer, self._loss_method)
             inputs = shared_batch(inputs, trainer)
-            task = find_task(trainer, model, inputs)
-            sample = {
-                "token_fraction": trainer.args.readout_token_fraction,
-                "seed": trainer.args.seed,
-            }
-            layers = find_layer_losses(model, inputs, task, **sample)
+            layers = find_layer_losses(
+                model,
+                inputs,
+                find_task(trainer, model, inputs),
+                token_fraction=trainer.args.readout_token_fraction,
+                seed=trainer.args.seed,
+            )
             if layers.readout.stack.adds_images:
                 raise ValueError("batches with images could not be read.")
             return layers
@@ -127,16 +143,17 @@ class LayersBeside:
             logger.info(text)
 
     def read(self, model, inputs) -> None:
-        """Read a batch; every process calls it for each of its batches."""
-        trainer, own_rows = self._trainer, rows_counted_once(self._trainer, inputs)
-        if not trainer._is_labelled(inputs):
+        """Read a batch of the present evaluation; every process calls it for each of its batches."""
+        if not self._is_open:
             return
-        inputs, place = (
-            trainer._prepare_inputs(inputs),
-            (trainer.args.process_index, self._totals.batches),
-        )
-        with probing(unwrapped(model)), trainer.compute_loss_context_manager():
-            bare = unwrapped(model)
+        trainer = self._trainer
+        own_rows = rows_counted_once(trainer, inputs)
+        if not is_labelled(inputs, trainer.label_names):
+            return
+
+        inputs = trainer._prepare_inputs(inputs)
+        bare = unwrapped(model)
+        with probing(bare), trainer.compute_loss_context_manager():
             is_another = self._layers is not None and not self._layers.readout.fits(bare)
             if is_another or not self._has_looked:
                 self._layers = self._find(bare, inputs)
@@ -144,28 +161,35 @@ class LayersBeside:
             layers = self._layers
             if layers is None:
                 return
-            inputs = inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1)))
-            measured = layers.measure(model, inputs, keep_logits=False, key=place)
-        if own_rows != 0:
-            labels = layers.predictor and layers.predictor.of_batch(layers.task, inputs)
-            self._totals = self._totals.plus(measured, labels)
+            inputs = without_repeats(inputs, own_rows)
+            place = (trainer.args.process_index, self._totals.batches)
+            losses = layers.measure(model, inputs, keep_logits=False, key=place)
+        if own_rows == 0:
+            return
+        labels = None
+        if layers.predictor is not None:
+            labels = layers.predictor.of_batch(layers.task, inputs)
+        self._totals = self._totals.plus(losses, labels)
 
     @property
-    def totals(self) -> LayerTotals:
+    def totals(self) -> EvaluationTotals:
         """What was read, in this process."""
         return self._totals
 
-    def judging_state(self) -> DescentState | None:
-        """The problem that the layers are judged by; `None` where they were not read. All processes call it."""
+    def judging_state(self, is_trained: bool) -> DescentState | None:
+        """The problem that the layers are judged by; `None` where they were not read. All processes call it.
+
+        `is_trained` says whether the trainer has trained the model or is at it.
+        """
         layers = self._layers
         if layers is None:
             return None
-        if self._is_trained and not self._trainer.is_in_train and self._chance is None:
+        if is_trained and not self._trainer.is_in_train and self._chance is None:
             self._chance = chance_in_training(self._trainer, layers.task, layers.predictor)
-        chance = chance_of(self._totals.labels)
-        if self._chance is not None:
-            chance = self._chance
-        return judging_state(self._trainer, layers.num_layers, chance, self._is_trained)
+        chance = self._chance
+        if chance is None:
+            chance = chance_of(self._totals.labels)
+        return judging_state(self._trainer, layers.num_layers, chance, is_trained)
 
 
 # Of an earlier reading of the last layer, by the number of a process's batch [rows, 2]: losses over items, and items.
@@ -184,7 +208,7 @@ class EvaluatedRows(NamedTuple):
 
 def gathered(
     trainer: Trainer,
-    totals: LayerTotals,
+    totals: EvaluationTotals,
     readings: Mapping[str, Reading] = MappingProxyType({}),
     of_other_data: Sequence[Reference] = (),
 ) -> EvaluatedRows:
@@ -281,6 +305,33 @@ def facts_of(
         if dual.args.objective in WITH_MULTIPLIERS or multipliers.any():
             facts["multipliers"] = multipliers.tolist()
     return facts
+
+
+def add_facts(
+    profile: LayerProfile,
+    judge: DescentState | None,
+    overlaps_training: bool,
+    args: DescentArguments,
+) -> None:
+    """Add to a layer profile what a verdict on it reports: facts of training, and plain training beside it."""
+    profile.facts = facts_of(judge, profile.problem, overlaps_training)
+    plain = plain_profile(args.output_dir, {"arguments": training_arguments(args)}, profile)
+    if plain is not None:
+        profile.keep_plain(plain)
+
+
+@contextmanager
+def read_by(
+    function: Callable, readout: Readout | None, model: nn.Module, inputs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Within it, the logits of `model` are those of the custom readout `function`; `readout` is that of the layers, if
+    they were found."""
+    bare = unwrapped(model)
+    if readout is None or not readout.fits(bare):
+        # Not kept: a batch without labels does not show their shift.
+        readout = Readout.probe(bare, inputs, function)
+    with readout.attach(lambda *_: None, [readout.num_layers]):
+        yield
 
 
 def chosen_dataset(known, dataset):

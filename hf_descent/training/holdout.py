@@ -197,7 +197,7 @@ class HeldOutRows:
         with (
             torch.no_grad(),
             trainer.compute_loss_context_manager(),
-            trainer._training_noise(model),
+            trainer._noise_of_micro_batch(),
         ):
             for part, batch in zip(own, batches, strict=True):
                 inputs = trainer._prepare_inputs(batch)

@@ -1,4 +1,7 @@
-"""What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
+"""What a run finds out once, before its first step, on a batch that all processes share or on its training data.
+
+[`DescentRun`] keeps what these functions find.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +15,7 @@ from transformers import Trainer
 
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.state import STATE_NAME, DescentState, read_state
+from ..evaluation.scoring import name_of
 from ..logs import get_logger
 from ..losses.constant import find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
@@ -19,7 +23,7 @@ from ..losses.task import TaskLoss
 from ..noise.embedding_noise import estimate_sigma
 from ..readout.labels import IGNORE_INDEX, names_of_labels
 from ..readout.replay import output_loss, probing
-from ..readout.stack import unwrapped
+from ..readout.stack import inner_model, unwrapped
 from ..runs import RunFolder
 from .checks import check_documents
 from .holdout import HeldOutRows, shuffled, split
@@ -46,12 +50,11 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     args = trainer.args
     if args.world_size > 1:
         # By way of the CPU, or every process would hold it on the first one's device.
-        inputs = send_to_device(
-            broadcast_object_list([send_to_device(inputs, "cpu")])[0], args.device
-        )
+        (inputs,) = broadcast_object_list([send_to_device(inputs, "cpu")])
+        inputs = send_to_device(inputs, args.device)
+
     names = names_of_labels(inputs, trainer.label_names)
-    counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
-    if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
+    if any(_has_counting_label(inputs[name]) for name in names):
         return inputs
     logger.warning_once(
         f"The first batch has no label that counts (all are {IGNORE_INDEX}), and such batches teach nothing: see to "
@@ -60,7 +63,14 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
 
-def make_ready_for_ddp(trainer: Trainer, readout: Callable | str | None) -> None:
+def _has_counting_label(labels: torch.Tensor) -> bool:
+    """Whether a number, or a class that is not ignored, is among labels; that of a first token counts for nothing."""
+    if labels.dim() > 1:
+        labels = labels[..., 1:]
+    return labels.is_floating_point() or bool(labels.ne(IGNORE_INDEX).any())
+
+
+def make_ready_for_ddp(trainer: Trainer, readout: Callable | None) -> None:
     """What has to be so before the model of a trainer is wrapped; nothing where DDP does not wrap it."""
     args = trainer.args
     if args.world_size == 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -68,35 +78,55 @@ def make_ready_for_ddp(trainer: Trainer, readout: Callable | str | None) -> None
     # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every process
     # would train a model of its own.
     vars(trainer.model).pop("_is_accelerate_prepared", None)
-    reenters = (args.activation_checkpointing_kwargs or {}).get(
-        "use_reentrant"
-    )  # with which DDP could not look
-    if readout is not None and args.ddp_find_unused_parameters is None and not reenters:
+
+    if readout is None or args.ddp_find_unused_parameters is not None:
+        return
+    checkpointing = args.activation_checkpointing_kwargs or {}
+    if not checkpointing.get("use_reentrant"):  # with which DDP could not look
         # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
         trainer.accelerator.ddp_handler.find_unused_parameters = True
+
+
+def note_readout(model: nn.Module, readout: Callable | None) -> None:
+    """Keep in the config of a model the name of the function that reads it in training, which nothing saves: loaded or
+    cut, the model has its own tail."""
+    config = getattr(inner_model(model), "config", None)
+    if readout is not None and config is not None:
+        config.custom_readout = name_of(readout)
+    elif hasattr(config, "custom_readout"):
+        del config.custom_readout
 
 
 def find_task(
     trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], readout: Callable | None = None
 ) -> TaskLoss:
     """The task loss of a trainer's unwrapped model, found out on a batch that all processes share."""
-    given = {"loss_fn": trainer.compute_loss_func or trainer.label_smoother, "readout": readout}
-    given |= {
-        "shifts_labels": trainer._loss_shifts_labels,
-        "accepts_items": trainer.model_accepts_loss_kwargs,
-    }
-    return TaskLoss.probe(model, inputs, label_names=trainer.label_names, **given)
+    loss_fn = trainer.compute_loss_func
+    if loss_fn is None:
+        loss_fn = trainer.label_smoother
+    return TaskLoss.probe(
+        model,
+        inputs,
+        label_names=trainer.label_names,
+        loss_fn=loss_fn,
+        readout=readout,
+        shifts_labels=trainer._loss_shifts_labels,
+        accepts_items=trainer.model_accepts_loss_kwargs,
+    )
 
 
-def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
-    """Whether the loss of plain training is divided by the items that it is given; found out on the first batch."""
-    if task.takes_items is None:
-        task.takes_items = task.divides_by_items(shared_batch(inputs, trainer))
-        if not task.takes_items:
-            logger.info(
-                "The loss ignores `num_items_in_batch`: micro-batches are weighted by their items."
-            )
-    return task.takes_items
+def takes_items(task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
+    """Whether the loss of plain training is divided by the items that it is given, found out on a batch that all
+    processes share."""
+    try:
+        divides = task.divides_by_items(inputs)
+    except Exception:  # the model cannot score these labels: a loss of one's own does, or the step itself will fail
+        return False
+    if not divides:
+        logger.info(
+            "The loss ignores `num_items_in_batch`: micro-batches are weighted by their items."
+        )
+    return divides
 
 
 def find_layers(
@@ -104,21 +134,22 @@ def find_layers(
     model: nn.Module,
     inputs: Mapping[str, Any],
     task: TaskLoss,
-    readout: Callable | str | None,
+    readout: Callable | None,
 ) -> LayerLosses:
     """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read."""
     check_documents(model, inputs, trainer)
     args = trainer.args
-    sample = {
-        "token_fraction": args.readout_token_fraction,
-        "same_tokens": args.compares_neighbours,
-    }
-    settings = {
-        "readout": readout,
-        "trains": trainer.is_in_train,
-        "token_statistics": trainer.logs_tokens,
-    }
-    layers = find_layer_losses(model, inputs, task, **settings, **sample, seed=args.seed)
+    layers = find_layer_losses(
+        model,
+        inputs,
+        task,
+        readout=readout,
+        trains=trainer.is_in_train,
+        token_statistics=trainer.logs_tokens,
+        token_fraction=args.readout_token_fraction,
+        same_tokens=args.compares_neighbours,
+        seed=args.seed,
+    )
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     if compiler.backend != DynamoBackend.NO:
         for layer in layers.readout.stack.layers:
@@ -136,64 +167,98 @@ def make_dual(
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on `dual_dataset`, held-out rows, or those of training."""
-    args, state, task = trainer.args, trainer.state, layers.task
-    inputs = task.short(inputs)
-    with probing(task.model):
-        outputs = task.model(**task.model_inputs(inputs))
-    loss = output_loss(outputs)
-    if isinstance(loss, torch.Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
-        logger.warning(
-            f"The model's loss is computed in {loss.dtype}, whose {3 if loss.dtype == torch.bfloat16 else 4} digits "
-            "blur violations; load the model in float32 and set `bf16=True` (mixed precision)."
-        )
-    saved = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
-    known = read_state(checkpoint)[1]["problem"] if saved else None
-    known = known or RunFolder("" if trainer.is_in_train else loaded_from(trainer.model)).summary
-    chance = known.get("chance_loss")
-    if (
-        chance is None and saved and args.initial_loss_bound == "auto"
-    ):  # of version 0.1, which measured f_0 in warm-up
-        chance = known.get("initial_loss_bound")
-    loader = trainer.callback_handler.eval_dataloader  # of a step of evaluation by itself `None`
-    constant = layers.predictor
-    try:
-        if constant is None:  # says why
-            find_predictor(task, inputs, outputs)
-        elif chance is None:
-            data = (
-                trainer.train_dataset
-                if trainer.is_in_train or loader is None
-                else getattr(loader, "dataset", None)
-            )
-            chance = measure_chance(trainer, task, constant, data)
-    except ValueError:
-        is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
-        if is_constrained and chance is None and args.initial_loss_bound == "auto":
-            raise
-    rows = None
-    if trainer.is_in_train and args.objective == "descent":
-        trained, rows = split(trainer.train_dataset, args)
-        if rows is not None and len(trainer.callback_handler.train_dataloader.dataset) > len(
-            trained
-        ):
-            raise ValueError(
-                "`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead."
-            )
-        rows = rows if dual_dataset is None else shuffled(dual_dataset, args)
-    held_out = None if rows is None else HeldOutRows(trainer, rows)
-    start = 0 if saved else state.global_step
+    saves_dual = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
+    problem = None
+    if saves_dual:
+        problem = read_state(checkpoint)[1]["problem"]
+    if not problem and not trainer.is_in_train:
+        problem = RunFolder(loaded_from(trainer.model)).summary
+
+    state = trainer.state
     dual = DescentState(
-        args, layers.num_layers, state.max_steps, start, chance, args.device, held_out, constant
+        trainer.args,
+        layers.num_layers,
+        state.max_steps,
+        start_step=0 if saves_dual else state.global_step,
+        chance=_loss_at_chance(trainer, layers, inputs, problem or {}, saves_dual),
+        device=trainer.args.device,
+        held_out=_rows_of_multipliers(trainer, dual_dataset),
+        constant=layers.predictor,
     )
-    if saved:
+    if saves_dual:
         dual.load(checkpoint)
     elif checkpoint is not None:
         logger.warning(
             f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up."
         )
     elif not trainer.is_in_train:
-        dual.take_saved_problem(known)
+        dual.take_saved_problem(problem or {})
     return dual
+
+
+def _loss_at_chance(
+    trainer: Trainer,
+    layers: LayerLosses,
+    inputs: Mapping[str, Any],
+    problem: Mapping[str, Any],
+    resumes: bool,
+) -> float | None:
+    """The loss of the best constant prediction: that of the saved `problem`, or measured on the data; `None` where it
+    is not known. ValueError where constraints are relative to it."""
+    args = trainer.args
+    task = layers.task
+    inputs = task.short(inputs)
+    with probing(task.model):
+        outputs = task.model(**task.model_inputs(inputs))
+    _warn_of_half_precision(output_loss(outputs))
+
+    chance = problem.get("chance_loss")
+    if chance is None and resumes and args.initial_loss_bound == "auto":
+        chance = problem.get("initial_loss_bound")  # version 0.1 measured f_0 in warm-up
+    try:
+        if layers.predictor is None:
+            find_predictor(task, inputs, outputs)  # raises, and says why
+        elif chance is None:
+            chance = measure_chance(trainer, task, layers.predictor, _rows_at_hand(trainer))
+    except ValueError:
+        is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
+        if is_constrained and chance is None and args.initial_loss_bound == "auto":
+            raise
+    return chance
+
+
+def _warn_of_half_precision(loss: Any) -> None:
+    digits = {torch.bfloat16: 3, torch.float16: 4}
+    if isinstance(loss, torch.Tensor) and loss.dtype in digits:
+        logger.warning(
+            f"The model's loss is computed in {loss.dtype}, whose {digits[loss.dtype]} digits blur violations; load "
+            "the model in float32 and set `bf16=True` (mixed precision)."
+        )
+
+
+def _rows_at_hand(trainer: Trainer):
+    """The data of the present training or evaluation."""
+    loader = trainer.callback_handler.eval_dataloader  # `None` of a step of evaluation by itself
+    if trainer.is_in_train or loader is None:
+        return trainer.train_dataset
+    return getattr(loader, "dataset", None)
+
+
+def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
+    """The rows on which the multipliers move, where these are not those of training."""
+    args = trainer.args
+    if not trainer.is_in_train or args.objective != "descent":
+        return None
+    trained, rows = split(trainer.train_dataset, args)
+    if rows is not None:
+        loaded = trainer.callback_handler.train_dataloader.dataset
+        if len(loaded) > len(trained):
+            raise ValueError(
+                "`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead."
+            )
+    if dual_dataset is not None:
+        rows = shuffled(dual_dataset, args)
+    return None if rows is None else HeldOutRows(trainer, rows)
 
 
 def loaded_from(model: nn.Module) -> str:
@@ -212,17 +277,21 @@ def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> fl
     saved = RunFolder(checkpoint or "").summary.get("noise_sigma")
     sigma = trainer.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
     if sigma is None:
-        data = trainer.train_dataset
-        if data is None or is_readable_once(data):
-            raise ValueError(
-                "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be read "
-                "a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter has it, "
-                "and `estimate_sigma` measures it on batches of yours."
-            )
-        with drawing_apart(trainer, model):  # also for a resumed run to find the same value
-            batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
-            sigma = estimate_sigma(model, batches, partial(reduced, trainer))
+        sigma = _estimated_sigma(trainer, model)
         logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     if config is not None:
         config.noise_sigma = sigma
     return sigma
+
+
+def _estimated_sigma(trainer: Trainer, model: nn.Module) -> float:
+    data = trainer.train_dataset
+    if data is None or is_readable_once(data):
+        raise ValueError(
+            "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be read "
+            "a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter has it, "
+            "and `estimate_sigma` measures it on batches of yours."
+        )
+    with drawing_apart(trainer, model):  # also for a resumed run to find the same value
+        batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
+        return estimate_sigma(model, batches, partial(reduced, trainer))

@@ -281,7 +281,7 @@ def test_the_limit_counts_optimizer_steps_however_they_are_accumulated(tmp_path)
             dual_warmup_steps=2, learning_rate=1e-3,
         )  # fmt: skip
         trainer = trained(bert(), args, InOrder, train_dataset=DATA)
-        found.append(trainer._dual.guard.state_dict())
+        found.append(trainer._run.dual.guard.state_dict())
     assert found[0]["count"] == 24
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], rtol=1e-3, atol=1e-5)

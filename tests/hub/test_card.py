@@ -249,9 +249,9 @@ def test_rows_of_evaluations_in_training_are_told_by_what_is_in_them(tmp_path):
         )
         trainer.train()
         trainer.evaluate(rows)
-        by_loop = trainer._record.certificate.also_selected
+        by_loop = trainer._run.record.certificate.also_selected
         trainer.evaluate_layers(rows)
-        assert trainer._record.certificate.also_selected == by_loop
+        assert trainer._run.record.certificate.also_selected == by_loop
         return by_loop
 
     chosen_by, others = classification_data(32, seed=5), classification_data(32, seed=6)

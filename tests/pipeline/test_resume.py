@@ -326,7 +326,7 @@ def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
     first = str(tmp_path / "checkpoint-2")
     monkeypatch.setattr(checkpoints, "broadcast_object_list", lambda found: [first])
-    assert trained(tmp_path, resume_from_checkpoint=True)._record.resumed_from == first
+    assert trained(tmp_path, resume_from_checkpoint=True)._run.record.resumed_from == first
 
 
 def test_another_layer_count_is_refused(tmp_path, three_steps):

@@ -267,23 +267,23 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     caplog.clear()
     trainer.evaluate(FRESH[:20])
     assert "are fitted to" not in caplog.text
-    assert not trainer._record.certificate.also_selected
+    assert not trainer._run.record.certificate.also_selected
     trainer.predict(chosen)
-    assert trainer._record.certificate.also_selected
-    before = trainer._record.certificate
+    assert trainer._run.record.certificate.also_selected
+    before = trainer._run.record.certificate
     trainer.predict(
         [{name: value for name, value in row.items() if name != "labels"} for row in FRESH]
     )
-    assert trainer._record.certificate is before  # such rows say nothing
+    assert trainer._run.record.certificate is before  # such rows say nothing
     for measure in (trainer.evaluate, trainer.evaluate_layers):
         caplog.clear()
         measure(DATA[:1] + FRESH[:29])
         assert (
             "10 of 30 rows of `eval_dataset`" in caplog.text
         )  # one of training, and nine that moved the multipliers
-        assert trainer._record.certificate.also_selected
+        assert trainer._run.record.certificate.also_selected
         measure()
-        assert trainer._record.certificate.also_selected
+        assert trainer._run.record.certificate.also_selected
 
 
 def test_a_model_that_is_only_evaluated_is_judged_by_each_set_alone(tmp_path):
@@ -317,11 +317,11 @@ def test_of_several_evaluation_sets_each_is_judged_by_its_own_rows(tmp_path, fre
     for name, expected in (("fresh", False), ("trained", True)):
         for given in (name, sets[name]):
             trainer.evaluate(given)
-            assert trainer._record.certificate.also_selected == expected
+            assert trainer._run.record.certificate.also_selected == expected
             assert trainer.evaluate_layers(given).certificate().also_selected == expected
     trainer.args.eval_strategy = "steps"  # whose evaluations choose, of all of the sets
     trainer.evaluate("fresh")
-    assert trainer._record.certificate.also_selected
+    assert trainer._run.record.certificate.also_selected
 
 
 def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
@@ -334,7 +334,7 @@ def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
             LayerProfile.from_json(str(tmp_path / "profile.json")).certificate(),
         ):
             assert (
-                str(verdict) == str(trainer._record.certificate)
+                str(verdict) == str(trainer._run.record.certificate)
                 and verdict.also_selected == also_selected
             )
             assert verdict.multipliers == trainer.multipliers.values.tolist()
@@ -364,7 +364,7 @@ def test_rows_that_chose_settings_in_a_search_are_no_longer_fresh(tmp_path):
     trainer.train()
     for rows, also_selected in ((None, True), (FRESH[:100], True), (FRESH[100:], False)):
         trainer.evaluate(rows)
-        assert trainer._record.certificate.also_selected == also_selected
+        assert trainer._run.record.certificate.also_selected == also_selected
         assert trainer.evaluate_layers(rows).certificate().also_selected == also_selected
     assert summary_of(trainer)["select_rows"] == 100
 
@@ -379,12 +379,12 @@ def test_the_training_data_itself_is_told_whatever_kind_it_is(tmp_path):
             bert(), config(tmp_path, max_steps=1), train_dataset=rows, eval_dataset=evaluated
         )
         trainer.evaluate(given)
-        assert not trainer._record.certificate.also_selected
+        assert not trainer._run.record.certificate.also_selected
         trainer.train()
         trainer.evaluate(given)
-        assert trainer._record.certificate.also_selected
+        assert trainer._run.record.certificate.also_selected
         trainer.evaluate(fresh)
-        assert not trainer._record.certificate.also_selected
+        assert not trainer._run.record.certificate.also_selected
 
 
 class Counted(list):

@@ -47,7 +47,7 @@ def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
     trainer = make(tmp_path / "run", lr_scheduler_type="constant")
     trainer.train()
     trainer.evaluate()
-    verdict = trainer._record.certificate
+    verdict = trainer._run.record.certificate
     assert verdict.price.references == {
         START: pytest.approx(start, rel=1e-5),
         WARMUP: pytest.approx(after_warmup, rel=1e-5),
@@ -71,7 +71,7 @@ def test_training_goes_on_as_if_nothing_had_been_read(tmp_path):
         trainer.eval_dataset = rows
         trainer.train()
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
-        assert bool(trainer._references.summary()) == (rows is not None)
+        assert bool(trainer._run.references.summary()) == (rows is not None)
     assert losses[0] == losses[1] and len(losses[0]) == 8
 
 
@@ -85,28 +85,28 @@ def test_a_ruined_model_meets_nothing(tmp_path):
     kept = make(tmp_path / "kept", good, learning_rate=1e-6, **settings)
     kept.train()
     kept.evaluate()
-    assert before < 0.8 and kept._record.certificate.price.exceeded is None
+    assert before < 0.8 and kept._run.record.certificate.price.exceeded is None
     with torch.no_grad():
         kept.model.classifier.weight.mul_(0.3)  # as ruinous training would
     assert before < stock_loss(tmp_path, kept.model)
     kept.evaluate()
-    verdict = kept._record.certificate
+    verdict = kept._run.record.certificate
     assert verdict.price.exceeded == START and verdict.outcome == "not met"
     assert "above its value before training" in verdict.reasons[0]
     kept.evaluate(classification_data(64, seed=2, pad=False))  # of other rows
-    assert kept._record.certificate.price.references[START] == pytest.approx(before, rel=1e-5)
+    assert kept._run.record.certificate.price.references[START] == pytest.approx(before, rel=1e-5)
 
 
 def test_a_resumed_run_compares_with_its_own_start(tmp_path):
     trainer = make(tmp_path / "run", save_strategy="steps", save_steps=3)
     trainer.train()
     trainer.evaluate()
-    expected = trainer._record.certificate.price
+    expected = trainer._run.record.certificate.price
     for step in (3, 6):  # before and after the end of the warm-up
         resumed = make(tmp_path / "run", save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
         resumed.evaluate()
-        found = resumed._record.certificate.price
+        found = resumed._run.record.certificate.price
         assert found.references == pytest.approx(expected.references, rel=1e-6)
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
 
@@ -115,7 +115,7 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(references, "MOST_ROWS", 21)
     trainer = make(tmp_path)
     trainer.train()
-    (reading,) = trainer._references._readings[START]["eval_dataset"]
+    (reading,) = trainer._run.references._readings[START]["eval_dataset"]
     assert list(reading) == [0, 4, 8] and [len(part) for part in reading.values()] == [7, 7, 7]
     trainer.evaluate()
     with torch.no_grad():
@@ -125,12 +125,14 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
             for name in HELD_OUT[0]
         }  # fmt: skip
         expected = bert().eval()(**batch).loss.item()
-    assert trainer._record.certificate.price.references[START] == pytest.approx(expected, rel=1e-5)
+    assert trainer._run.record.certificate.price.references[START] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_plain_training_has_no_price(tmp_path):
     trainer = make(tmp_path, objective="erm", exit_targets={1: 0.5})
     trainer.train()
     trainer.evaluate()
-    assert trainer._record.certificate.price is None
-    assert not trainer._references.times()
+    assert trainer._run.record.certificate.price is None
+    assert not trainer._run.references.times()

@@ -1,0 +1,243 @@
+"""One training of a trainer: what it finds out once, what it counts in the present step, and what it has measured."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerState
+
+from ..constraints.state import STATE_NAME, DescentState
+from ..evaluation import Certificate, LayerProfile
+from ..losses.layerwise import MeasuredLosses
+from ..losses.task import TaskLoss
+from ..noise.embedding_noise import EmbeddingNoise
+from ..readout.replay import Readout
+from ..readout.stack import unwrapped
+from .checks import report_layers_at_chance
+from .evaluation import LayersBeside
+from .judging import state_for_profile
+from .objective import LayerObjective
+from .preparation import find_layers, find_task, make_dual, shared_batch, takes_items
+from .records import Evaluation, EvaluationTotals, RunRecord, StepTotals, counted_step
+from .references import LastLayerReferences, time_to_read
+
+
+class DescentRun:
+    """What a trainer knows of one training. Before the first one it has a run that never started.
+
+    Attributes:
+        record ([`RunRecord`]): what is kept of the run for its summary and its card.
+        references ([`LastLayerReferences`]): the loss of the last layer before training and after the warm-up.
+        task ([`TaskLoss`], *optional*): found on the first batch, also of plain training that needs it.
+        objective ([`LayerObjective`], *optional*): found on the first batch of a run that reads its layers.
+        noise ([`EmbeddingNoise`], *optional*): that of training, with its scale.
+        judging ([`DescentState`], *optional*): the problem that judges a model which was not trained under it.
+        beside ([`LayersBeside`], *optional*): the layers of plain training, which evaluations read.
+        evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
+        totals ([`EvaluationTotals`]): what the present evaluation has read so far.
+    """
+
+    def __init__(self, record: RunRecord | None = None):
+        if record is None:
+            record = RunRecord()
+        self.record = record
+        self.references = LastLayerReferences.load(record.resumed_from or "")
+        self.task: TaskLoss | None = None
+        self.objective: LayerObjective | None = None
+        self.noise: EmbeddingNoise | None = None
+        self.judging: DescentState | None = None
+        self.beside: LayersBeside | None = None
+        self.evaluation = Evaluation()
+        self.totals = EvaluationTotals()
+        self._step = StepTotals()
+
+    @property
+    def has_started(self) -> bool:
+        return self.record.started is not None
+
+    @property
+    def dual(self) -> DescentState | None:
+        """The dual side of a run that reads its layers, once it is known."""
+        return None if self.objective is None else self.objective.dual
+
+    @property
+    def judge(self) -> DescentState | None:
+        """What evaluations judge the model by: the dual side, or of plain training the problem found since."""
+        return self.judging if self.dual is None else self.dual
+
+    @property
+    def readout(self) -> Readout | None:
+        return None if self.objective is None else self.objective.layers.readout
+
+    # ---- found out once ----
+
+    def reads(self, model: nn.Module) -> bool:
+        """Whether the layers of this very model, with this head and these adapters, were found."""
+        return self.readout is not None and self.readout.fits(unwrapped(model))
+
+    def find_layers(
+        self,
+        trainer: Trainer,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        readout: Callable | None,
+        dual_dataset,
+    ) -> None:
+        """Find the task and the layers on a batch, anew where the model has become another one; make or load the dual
+        side, once."""
+        model = unwrapped(model)
+        inputs = shared_batch(inputs, trainer)
+        self.task = find_task(trainer, model, inputs, readout)
+        layers = find_layers(trainer, model, inputs, self.task, readout)
+        dual = self.dual
+        if dual is None:
+            dual = make_dual(trainer, layers, inputs, dual_dataset, self.record.resumed_from)
+        step = self.step
+        args = trainer.args
+        self.objective = LayerObjective(layers, dual, args.process_index, args.world_size)
+        self.objective.begin(trainer.state.global_step, step)
+
+    def find_task(
+        self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], finds_items: bool
+    ) -> None:
+        """Find the task loss of plain training on a batch, and with `finds_items` whether it is divided by the items
+        that it is given."""
+        inputs = shared_batch(inputs, trainer)
+        self.task = find_task(trainer, unwrapped(model), inputs)
+        if finds_items:
+            self.task.takes_items = takes_items(self.task, inputs)
+
+    def find_noise(self, model: nn.Module, trainer: Trainer) -> None:
+        """Make the noise of training, with the deviation of the signal from before training; an evaluation under noise
+        measures by that, too."""
+        args = trainer.args
+        if self.noise is None and (args.gamma_train > 0 or args.eval_gammas):
+            sigma = trainer.noise_sigma()
+            self.noise = EmbeddingNoise(unwrapped(model), args.noise_gamma, args.seed, sigma)
+
+    def read_last_layer(self, trainer: Trainer) -> None:
+        """Before training and at the end of the warm-up, read f_L on the evaluation sets, by which a verdict tells the
+        price of the constraints."""
+        time = time_to_read(trainer.state.global_step, self.dual.active_from)
+        if time is not None and time not in self.references.times():
+            self.references.read(trainer, self.objective.layers, time)
+
+    # ---- the present step ----
+
+    @property
+    def step(self) -> StepTotals:
+        """What the present optimizer step has read so far."""
+        return self._step if self.objective is None else self.objective.totals
+
+    def begin_step(
+        self, trainer: Trainer, batches: Sequence[Mapping[str, Any]], counts_items: bool
+    ) -> None:
+        """Begin an optimizer step with these micro-batches, whose items are counted where `counts_items`."""
+        totals = StepTotals()
+        if counts_items:
+            totals = counted_step(trainer, self.task, batches)
+        self._step = totals
+        if self.objective is not None:
+            self.objective.begin(trainer.state.global_step, totals)
+
+    def count_micro_batch(self) -> None:
+        """Count a micro-batch of plain training."""
+        self._step = replace(self._step, micro_batches=self._step.micro_batches + 1)
+
+    # ---- evaluations ----
+
+    @contextlib.contextmanager
+    def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
+        """Within it, the present evaluation is this one."""
+        before = self.evaluation
+        self.evaluation = evaluation
+        try:
+            yield
+        finally:
+            self.evaluation = before
+
+    def begin_evaluation(self) -> None:
+        """Begin an evaluation of a run that reads its layers."""
+        self.totals = EvaluationTotals()
+        if not self.has_started:
+            self.objective = (
+                None  # of a model that was not trained here, f_0 is that of the rows evaluated
+            )
+
+    def beside_evaluation(
+        self, trainer: Trainer, loss_method: Callable
+    ) -> contextlib.AbstractContextManager:
+        """An evaluation of plain training, as a context; see [`LayersBeside`]."""
+        if self.beside is None:
+            self.beside = LayersBeside(trainer, loss_method)
+        return self.beside.evaluation()
+
+    def judge_beside(self) -> None:
+        """Find the problem that judges the layers which an evaluation of plain training has read."""
+        self.totals = self.beside.totals
+        self.judging = self.beside.judging_state(self.has_started)
+
+    def judge_profile(self, trainer: Trainer, profile: LayerProfile) -> None:
+        """Find the problem that judges a layer profile, where no evaluation has found it."""
+        self.judging = state_for_profile(trainer, profile, self.has_started)
+        if self.judging.problem is not None:
+            profile.problem = self.judging.problem.state_dict()
+
+    def add_batch(self, losses: MeasuredLosses, inputs: Mapping[str, Any]) -> None:
+        """Add a batch to what the present evaluation has read."""
+        labels = self.dual.constant
+        if labels is not None:
+            labels = labels.of_batch(self.task, inputs)
+        self.totals = self.totals.plus(losses, labels)
+
+    def take_back(self, totals: EvaluationTotals) -> None:
+        """Go back to what the present evaluation had read before a batch."""
+        self.totals = totals
+
+    def keep_certificate(self, certificate: Certificate, state: TrainerState) -> Certificate:
+        """Keep the certificate of the present evaluation, beside plain training where that was evaluated on the same
+        rows; returns what is kept."""
+        plain = self.record.plain_losses.get(self.evaluation.set_name)
+        if plain is not None:
+            certificate = certificate.with_plain(plain)
+        self.record.keep_certificate(certificate, state.global_step, state.best_global_step)
+        return certificate
+
+    def begin_search(self) -> None:
+        """From now on, evaluations choose settings."""
+        self.record = replace(self.record, searched=True)
+
+    # ---- checkpoints, and the end of training ----
+
+    def save(self, folder: str, write: bool) -> None:
+        """Save the dual side and the references into a checkpoint folder, on the process that is to `write`."""
+        self.dual.save(folder, write=write)
+        if write:
+            self.references.save(folder)
+
+    def go_back_to(self, checkpoint: str, step: int) -> None:
+        """Take over the dual side and the verdict of the best checkpoint, whose model was loaded."""
+        self.record.take_certificate_of(step)
+        if self.dual is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME)):
+            self.dual.load(checkpoint)
+
+    def end_training(self, trainer: Trainer) -> None:
+        self.judging = None  # found again with the f_0 of the training labels
+        self.find_noise(
+            trainer.model, trainer
+        )  # where training, resumed at its end, has read no batch
+
+    # ---- logs ----
+
+    def additions_to(self, logs: Mapping[str, Any], step: int) -> dict[str, float]:
+        """What Trainer's `logs` of a step, or of the end of training, are to have beside."""
+        is_end = "train_runtime" in logs
+        if self.dual is None or not (is_end or "loss" in logs):
+            return {}
+        report_layers_at_chance(self.readout, self.dual, step)
+        if "loss" in logs:
+            return self.dual.logs(step)
+        return self.dual.report()

@@ -164,3 +164,11 @@ if __name__ == "__main__":
         ("circles of folders", circles(folder_graph(graph))),
     ):
         print(f"{title}: {len(found)}", *found, sep="\n  ")
+
+    # These train a tiny model, for which the tests above need not wait.
+    import stops
+
+    from hf_descent import compat
+
+    print(f"private methods of other trainers that are overridden: {len(compat.OVERRIDDEN)}")
+    stops.main()

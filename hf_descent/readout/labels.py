@@ -24,7 +24,10 @@ def names_of_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> li
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
     """The first of a batch's labels."""
-    return next((inputs[name] for name in names_of_labels(inputs, label_names)), None)
+    for name in (*label_names, "labels", "shift_labels"):
+        if inputs.get(name) is not None:
+            return inputs[name]
+    return None
 
 
 def are_token_labels(labels: Any) -> bool:

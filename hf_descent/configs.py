@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -121,8 +121,8 @@ class DescentArguments:
     > Parameters that control the dual step
 
     dual_learning_rate (`float`, *optional*):
-        Step size of the multipliers, constant: no scheduler touches it. Where not given 0.02, for targets alone (in
-        "descent" without `descent_alpha` and `resilience`) 0.04.
+        Step size of the multipliers, constant: no scheduler touches it. Where not given 0.02, in
+        [`SFTDescentConfig`] 0.0005, for targets alone (in "descent" without `descent_alpha` and `resilience`) 0.04.
     dual_optim (`str`, *optional*):
         Ascent rule of the multipliers: "adam" (the paper's), "pi" (a controller that damps them, on bounded
         violations; not with resilience) or "sgd" (plain ascent). Where not given "adam", for targets alone "pi".
@@ -192,6 +192,8 @@ class DescentArguments:
     eval_gammas (`list[float]`, *optional*):
         Noise levels of `evaluate_robustness`.
     """
+
+    dual_defaults: ClassVar = DUAL_DEFAULTS
 
     objective: str = field(default="descent")
     descent_alpha: Json | None = field(default=None)
@@ -265,7 +267,7 @@ class DescentArguments:
         filled = self._filled = dict(
             vars(self).get("_filled", {})
         )  # what nobody gave, for targets that come later
-        for name, (beside, alone) in DUAL_DEFAULTS.items():
+        for name, (beside, alone) in self.dual_defaults.items():
             if getattr(self, name) in (None, filled.get(name)):
                 vars(self)[name] = filled[name] = alone if is_alone else beside
         for name, choices in (

@@ -279,6 +279,24 @@ def test_plain_arguments_are_taken(tmp_path):
     assert trainer.args.max_length == SFTConfig(str(tmp_path), use_cpu=True).max_length
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ({}, 0.0005),
+        ({"dual_learning_rate": 0.02}, 0.02),
+        ({"loss_targets": {1: 1.0}}, 0.04),
+        ({"loss_targets": {1: 1.0}, "descent_alpha": "line"}, 0.0005),
+    ],
+)
+def test_language_models_have_a_dual_rate_of_their_own(tmp_path, given, rate):
+    of_others = DescentConfig(str(tmp_path), use_cpu=True, **given)
+    for args in (
+        SFTDescentConfig(str(tmp_path), use_cpu=True, **given),
+        SFTDescentConfig.from_training_arguments(of_others),
+    ):
+        assert args.dual_learning_rate == rate
+
+
 @pytest.mark.parametrize("objective", ["descent", "erm"])
 def test_a_resumed_run_goes_on_counting_tokens(tmp_path, objective):
     given = {"objective": objective, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}

@@ -37,10 +37,15 @@ from hf_descent import SFTDescentConfig, SFTDescentTrainer
 ARMS = {
     "plain": {"objective": "erm"},
     "defaults": {},
-    "no limit": {"max_last_layer_rise": None},  # the defaults before there was one
-    "strength 0.25": {"descent_strength": 0.25},
+    # The defaults before there was a limit, and before language models had a dual rate of their own.
+    "no limit": {"max_last_layer_rise": None, "dual_learning_rate": 0.02},
+    "dual rate 0.02": {"dual_learning_rate": 0.02},
+    "dual rate 0.02, warm-up 0.1": {"dual_learning_rate": 0.02, "dual_warmup_steps": 0.1},
     "dual rate 0.005": {"dual_learning_rate": 0.005},
-    "warm-up 0.5": {"dual_warmup_steps": 0.5},
+    "dual rate 0.002": {"dual_learning_rate": 0.002},
+    "dual rate 0.001": {"dual_learning_rate": 0.001},
+    "dual rate 0.0002": {"dual_learning_rate": 0.0002},
+    "strength 0.25": {"descent_strength": 0.25},
 }
 RATES = {"lora": 2e-3, "decoder": 3e-3, "encoder": 1e-4, "denoiser": 1e-3}
 STEPS = {"lora": 300, "decoder": 300, "encoder": 300, "denoiser": 600}

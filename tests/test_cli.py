@@ -17,7 +17,7 @@ from transformers.integrations import SwanLabCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_descent import cli
-from hf_descent.commands.arguments import RARE, SHORT_HELP, TRAINING
+from hf_descent.commands.arguments import RARE, SHORT_HELP, TRAINING, parse_recipe
 from hf_descent.commands.closing import next_step
 from hf_descent.extras import EXTRAS
 
@@ -32,7 +32,7 @@ class Arguments:
 
 
 def parse(*argv):
-    return cli.parse_recipe((Arguments,), argv, prog="hf-descent test")[0]
+    return parse_recipe((Arguments,), argv, prog="hf-descent test")[0]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ class Kinds(Arguments):
 
 def test_values_of_a_recipe_are_read_as_flags_or_refused_by_name(recipe):
     def read(text):
-        return cli.parse_recipe(
+        return parse_recipe(
             (Kinds,), ["--config", recipe(f"name: a\n{text}\n")], prog="hf-descent test"
         )[0]
 
@@ -220,12 +220,32 @@ def test_an_error_of_the_user_is_one_line_and_a_traceback_only_where_asked_for(d
         assert named in line and "usage:" not in done.stderr
 
 
-def test_help_needs_neither_torch_nor_transformers():
-    code = (
-        "import sys\nfrom hf_descent.cli import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+HELP_WITHOUT_TORCH = """
+import sys
+from hf_descent import cli
+asked = [[], ["--help"], ["--version"]]
+asked += [[name, "--help"] for name, command in cli.COMMANDS.items() if command.add_flags]
+for words in asked:
+    try:
+        cli.main(words)
+    except SystemExit as end:
+        assert end.code == 0, words
+    assert not {"torch", "transformers", "numpy"} & set(sys.modules), words
+print(len(asked))
+"""
+
+
+def test_the_help_of_plain_tools_needs_neither_torch_nor_transformers():
+    words = [sys.executable, "-c", HELP_WITHOUT_TORCH]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "9"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_is_a_module_with_these_functions(name):
+    module = importlib.import_module(f"hf_descent.commands.{name}")
+    parses = cli.COMMANDS[name].add_flags is not None
+    assert callable(module.run) and hasattr(module, "parse") != parses
 
 
 def test_help_without_what_the_extras_install():

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -75,7 +75,7 @@ TRAINING = (
     "classify",
     "denoise",
     "sft",
-)  # the commands that train, and share their work among processes
+)  # the commands that train, and may do so in several processes
 
 
 def refuse(message: str) -> NoReturn:
@@ -85,13 +85,20 @@ def refuse(message: str) -> NoReturn:
 
 def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
     """What the records of `models` say of arguments that are not `told`; ValueError where two records differ."""
-    told, found = {*told, *(SOURCES if set(SOURCES) & set(told) else ())}, {}
+    left_out = set(told)
+    if left_out.intersection(SOURCES):
+        left_out.update(SOURCES)
+    known: dict[str, Any] = {}
     for model in models:
         for name, value in record_of(model).items():
-            if name not in told and found.setdefault(name, value) != value:
-                both = f"{found[name]!r} in the training of one of {list(models)} and {value!r} in that of another"
-                raise ValueError(f"`{name}` was {both}: say which by `--{name}`.")
-    return found
+            if name in left_out:
+                continue
+            if known.setdefault(name, value) != value:
+                raise ValueError(
+                    f"`{name}` was {known[name]!r} in the training of one of {list(models)} and {value!r} in that of "
+                    f"another: say which by `--{name}`."
+                )
+    return known
 
 
 def record_of(model: str) -> dict[str, Any]:
@@ -101,39 +108,43 @@ def record_of(model: str) -> dict[str, Any]:
     """
     from ..runs import RunFolder  # takes seconds: not for `hf-descent --help`
 
-    summary, folder = RunFolder(model).summary, Path(model).resolve()
-    known = RunFolder(folder.parent if folder.name.startswith("checkpoint-") else folder).read(
-        RunFolder.DATA
-    )
-    if not known:
-        known = {
-            name: value
-            for name, value in summary.get("command", {}).items()
-            if name not in (*SOURCES, "dtype")
-        }
-        known = {
-            "max_seq_length": summary.get("arguments", {}).get("max_length")
-        } | known  # as SFT calls it
+    folder = Path(model).resolve()
+    run = folder.parent if folder.name.startswith("checkpoint-") else folder
+    record = RunFolder(run).read(RunFolder.DATA)
+    if not record:
+        record = _record_in_summary(RunFolder(model).summary)
     # What is drawn from the rows of training is none of the rows that are measured.
-    return {
-        name: value
-        for name, value in known.items()
-        if value is not None and name != "max_train_samples"
-    }
+    record.pop("max_train_samples", None)
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def _record_in_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    record = {"max_seq_length": summary.get("arguments", {}).get("max_length")}  # as SFT calls it
+    for name, value in summary.get("command", {}).items():
+        if name not in SOURCES and name != "dtype":
+            record[name] = value
+    return record
 
 
 def absolute(name: str, value: Any) -> Any:
     """The argument `name` of data with its paths made absolute, so that it can be read from anywhere."""
     if isinstance(value, list):
         return [absolute(name, item) for item in value]
-    is_path = name.endswith(("_file", "_files", "_dir")) or (
-        name == "dataset_name" and os.path.exists(value or "")
-    )
-    return os.path.abspath(value) if value and is_path and "://" not in value else value
+    if not value or "://" in str(value):
+        return value
+    is_path = name.endswith(("_file", "_files", "_dir"))
+    if is_path or (name == "dataset_name" and os.path.exists(value)):
+        return os.path.abspath(value)
+    return value
 
 
 def parse_recipe(
-    argument_types: Sequence[type], argv: Sequence[str], models: Sequence[str] = (), **parser_kwargs
+    argument_types: Sequence[type],
+    argv: Sequence[str],
+    prog: str,
+    description: str = "",
+    usage: str | None = None,
+    models: Sequence[str] = (),
 ) -> tuple:
     """Parses flags into dataclasses, by `transformers.HfArgumentParser`; a YAML file named by `--config` gives
     defaults, and flags win over it. ValueError where the file is no mapping, or a name or kind of value is unknown.
@@ -141,57 +152,93 @@ def parse_recipe(
     What neither gives is that of the records of `models`, finished runs. The file may then be the recipe of their
     training: what else it sets is left out.
     """
-    from transformers import HfArgumentParser  # takes seconds: not for `hf-descent --help`
+    config_parser = _config_parser()
+    path = config_parser.parse_known_args(argv)[0].config
+    parser = _recipe_parser(argument_types, config_parser, prog, description, usage)
+    if HELP.intersection(argv):
+        _arrange(parser, argument_types, shows_all="--help_all" in argv)
 
-    # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
-    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    config_parser.error = refuse
-    config_parser.add_argument(
-        "--config", help="YAML file with values for any of the arguments; flags win over it."
-    )
-    width = partial(argparse.ArgumentDefaultsHelpFormatter, max_help_position=33)
-    parser_kwargs.setdefault("formatter_class", width)
-    parser_kwargs.setdefault("usage", f"{parser_kwargs.get('prog', '')} [--config RECIPE] [flags]")
-    parser = HfArgumentParser(
-        argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs
-    )
-    parser.error = refuse
-    config_path, values = config_parser.parse_known_args(argv)[0].config, {}
-    if HELP & {*argv}:
-        _arrange(parser, argument_types, "--help_all" in argv)
-    fields = {
-        field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init
-    }
-    if config_path is not None:
-        with open(config_path, "rb") as file:
-            values = yaml.safe_load(file)
-        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-            raise ValueError(f"{config_path} must hold lines of the form `argument: value`.")
-        if models:
-            values = {name: value for name, value in values.items() if name in fields}
-        elif unknown := sorted(set(values) - fields):
-            raise ValueError(
-                f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling."
-            )
-    hints = {name: hint for dtype in argument_types for name, hint in get_type_hints(dtype).items()}
-    values = {
-        name: _as_flag(name, value, hints[name], config_path) for name, value in values.items()
-    }
-    flags = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    known = recorded(models, flags | values.keys()) if models else {}
-    values = {name: value for name, value in known.items() if name in fields} | values
+    hints = {}
+    for dtype in argument_types:
+        hints.update(get_type_hints(dtype))
+    values = {}
+    if path is not None:
+        given = _read_recipe(path, _names(argument_types), prog, leaves_out=bool(models))
+        values = {name: _as_flag(name, value, hints[name], path) for name, value in given.items()}
+    if models:
+        told = [*values, *_flags_in(argv)]
+        for name, value in recorded(models, told).items():
+            if name in _names(argument_types):
+                values.setdefault(name, value)
+
     # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
     parser.set_defaults(**values)
     for action in parser._actions:
         action.required = action.required and action.dest not in values
     *parsed, _, unknown = parser.parse_args_into_dataclasses(
-        list(argv), True, look_for_args_file=False
+        list(argv), return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        raise ValueError(
-            f"`{parser.prog}` does not have {unknown}: check the spelling (`{parser.prog} --help`)."
-        )
+        raise ValueError(f"`{prog}` does not have {unknown}: check the spelling (`{prog} --help`).")
     return tuple(parsed)
+
+
+def _config_parser() -> argparse.ArgumentParser:
+    # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument(
+        "--config", help="YAML file with values for any of the arguments; flags win over it."
+    )
+    return parser
+
+
+def _recipe_parser(
+    argument_types: Sequence[type],
+    config_parser: argparse.ArgumentParser,
+    prog: str,
+    description: str,
+    usage: str | None,
+) -> argparse.ArgumentParser:
+    from transformers import HfArgumentParser  # takes seconds: not for `hf-descent --help`
+
+    parser = HfArgumentParser(
+        argument_types,
+        parents=[config_parser],
+        allow_abbrev=False,
+        prog=prog,
+        description=description,
+        usage=f"{prog} [--config RECIPE] [flags]" if usage is None else usage,
+        formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter, max_help_position=33),
+    )
+    parser.error = refuse
+    return parser
+
+
+def _names(argument_types: Sequence[type]) -> set[str]:
+    """The names of the arguments that can be set."""
+    return {
+        field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init
+    }
+
+
+def _flags_in(argv: Sequence[str]) -> set[str]:
+    """The names of the arguments that a command line sets."""
+    return {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+
+
+def _read_recipe(path: str, names: set[str], prog: str, leaves_out: bool) -> dict[str, Any]:
+    """The values of the arguments `names` in a YAML file; others are left out, or else a ValueError."""
+    with open(path, "rb") as file:
+        values = yaml.safe_load(file)
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path} must hold lines of the form `argument: value`.")
+    unknown = sorted(values.keys() - names)
+    if unknown and not leaves_out:
+        raise ValueError(
+            f"{path} sets {unknown}, which `{prog}` does not have: check the spelling."
+        )
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
@@ -205,8 +252,10 @@ def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
         return [value]
     if isinstance(value, str) or name in JSON_ARGUMENTS or type(value) in kinds:
         return value
+    if value is False:
+        return "no"  # the word "no" is False in YAML
     if isinstance(value, bool | int | float):
-        return "no" if value is False else str(value)  # the word "no" is False in YAML
+        return str(value)
     raise ValueError(
         f"{path} sets `{name}` to {value!r}; give a single value, or leave the line out."
     )
@@ -219,13 +268,13 @@ def _arrange(
     runs need, in a line or two each; all texts and arguments where `shows_all`."""
     from ..configs import DescentArguments
 
-    groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
     is_training = issubclass(argument_types[-1], DescentArguments)
     parser.add_argument(
         "--help_all",
         action="help",
         help="list and explain all arguments" if is_training else argparse.SUPPRESS,
     )
+    groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
     if is_training:
         *others, (_, trainer) = groups.items()
         groups = {
@@ -233,32 +282,52 @@ def _arrange(
             **dict(others),
             "Trainer": trainer,
         }
-    options = parser._optionals._group_actions
+
+    is_short = is_training and not shows_all
     for title, dtype in groups.items():
-        group, names = (
-            parser.add_argument_group(title),
-            {field.name for field in dataclasses.fields(dtype)},
-        )
-        for action in [action for action in options if action.dest in names]:
-            options.remove(action)
-            group._group_actions.append(action)
-            is_short = is_training and not shows_all
-            has_short_help = dtype is DescentArguments or title == "Trainer"
-            is_hidden = action.dest in RARE or (has_short_help and action.dest not in SHORT_HELP)
-            if action.const is False or (
-                is_short and is_hidden
-            ):  # a flag is turned off by its value
+        group = parser.add_argument_group(title)
+        in_short_help = None
+        if dtype is DescentArguments or title == "Trainer":
+            in_short_help = SHORT_HELP.keys()
+        for action in _moved(parser, group, dtype):
+            if is_short and not _is_common(action.dest, in_short_help):
                 action.help = argparse.SUPPRESS
-                continue
-            action.option_strings = action.option_strings[:1]
-            if is_short:
-                first_sentence = action.help.split(". ")[0].rstrip(".")
-                action.help = SHORT_HELP.get(action.dest, first_sentence)
-            action.help += " (required)" * action.required
-            if action.choices is None:
-                action.metavar = "{true,false}" if action.const else "VALUE"
+            else:
+                _describe(action, is_short)
     for action in parser._actions:
-        action.default = argparse.SUPPRESS if action.default is None else action.default
+        if action.default is None:
+            action.default = argparse.SUPPRESS
+
+
+def _moved(parser: argparse.ArgumentParser, group: Any, dtype: type) -> list[argparse.Action]:
+    """The flags of a dataclass, moved into its group of the help."""
+    names = {field.name for field in dataclasses.fields(dtype)}
+    options = parser._optionals._group_actions
+    moved = [action for action in options if action.dest in names]
+    for action in moved:
+        options.remove(action)
+        group._group_actions.append(action)
+    return moved
+
+
+def _is_common(name: str, names: Collection[str] | None) -> bool:
+    """Whether the short help shows an argument: of some dataclasses only `names`."""
+    return name not in RARE and (names is None or name in names)
+
+
+def _describe(action: argparse.Action, is_short: bool) -> None:
+    """Give a flag one name and, where `is_short`, a single sentence."""
+    if action.const is False:  # `--no_...`: a flag is turned off by its value
+        action.help = argparse.SUPPRESS
+        return
+    action.option_strings = action.option_strings[:1]
+    if is_short:
+        first_sentence = action.help.split(". ")[0].rstrip(".")
+        action.help = SHORT_HELP.get(action.dest, first_sentence)
+    if action.required:
+        action.help += " (required)"
+    if action.choices is None:
+        action.metavar = "{true,false}" if action.const else "VALUE"
 
 
 def models_of(argv: Sequence[str]) -> list[str]:
@@ -271,15 +340,15 @@ def parse_models(
     argv: Sequence[str],
     prog: str,
     description: str,
-    most: int | None = 1,
+    takes_several: bool = False,
 ) -> tuple:
     """Parses `MODEL... [--config RECIPE] [flags]` (see [`parse_recipe`]) into the models and the dataclasses;
-    ValueError where there is no model, or more than `most`."""
-    models, usage = (
-        models_of(argv),
-        f"{prog} MODEL{'' if most else '...'} [--config RECIPE] [flags]",
-    )
-    if not HELP & {*argv} and not 0 < len(models) <= (most or len(models)):
-        raise ValueError(f"The models are {models or 'missing'}: `{usage}`.")
-    kwargs = {"prog": prog, "usage": usage, "description": description}
-    return models, *parse_recipe(argument_types, argv[len(models) :], models, **kwargs)
+    ValueError where there is no model, or more than one that the command does not take."""
+    models = models_of(argv)
+    usage = f"{prog} MODEL{'...' if takes_several else ''} [--config RECIPE] [flags]"
+    is_wrong = not models or (len(models) > 1 and not takes_several)
+    if is_wrong and not HELP.intersection(argv):
+        named = ", ".join(models) if models else "missing"
+        raise ValueError(f"The model is {named}: `{usage}`.")
+    parsed = parse_recipe(argument_types, argv[len(models) :], prog, description, usage, models)
+    return models, *parsed

@@ -10,33 +10,6 @@ from ..runs import RunFolder
 from .closing import next_step
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="output folder of a run, with its weights and result files")
-    parser.add_argument(
-        "--model_name", help="title of the card; by default as it was, or the folder's name"
-    )
-    parser.add_argument("--base_model", help="id on the Hub of the model that was fine-tuned")
-    parser.add_argument("--datasets", nargs="+", help="ids on the Hub of the data sets trained on")
-    parser.add_argument(
-        "--test_data", help="name of what the results are on, where it is not the first of these"
-    )
-    benchmark = "benchmark on the Hub that the results are on, a task of its eval.yaml, and a metric of the results"
-    parser.add_argument(
-        "--benchmark", nargs=3, metavar=("DATASET", "TASK", "METRIC"), help=benchmark
-    )
-    parser.add_argument("--license", help="id of the licence, such as apache-2.0")
-    parser.add_argument("--language", nargs="+", help="codes of the languages, such as en")
-    parser.add_argument(
-        "--limits", nargs="+", help="further limits of the model, one sentence each"
-    )
-    parser.add_argument(
-        "--push_to_hub", metavar="REPO", help="create this repository and upload the folder to it"
-    )
-    parser.add_argument(
-        "--private", action="store_true", help="make a repository that is created private"
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Writes `README.md`, `model_card.json` and figures into the folder; uploads it where asked to.
 

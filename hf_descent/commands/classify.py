@@ -18,6 +18,7 @@ from ..data.text import DataArguments, load_text_classification, most_tokens, to
 from ..loading import load_tokenizer, weights_of
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from ..trainer import DescentTrainer
+from .arguments import parse_recipe
 from .training import OutputArguments, report, resume_choice, train_and_report
 
 
@@ -53,6 +54,7 @@ class ModelArguments(OutputArguments):
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)
+parse = partial(parse_recipe, argument_types)
 
 
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:

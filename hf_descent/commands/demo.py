@@ -133,21 +133,6 @@ def rows_of(clips: torch.Tensor) -> list[dict]:
     return [{"pixel_values": clip, "labels": clip} for clip in clips]
 
 
-def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument(
-        "--output_dir", default="demo", help="folder for the comparison and the runs"
-    )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed"
-    )
-    parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
-    parser.add_argument(
-        "--auto",
-        action="store_true",
-        help="constrain by the package's defaults, not the demo's own",
-    )
-
-
 def run(args: argparse.Namespace):
     """Runs [`demo`] as the command line says."""
     if args.max_steps < 1:

@@ -4,6 +4,7 @@ UT and DUST denoise the patches that the frames of a clip show at one place; a V
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from datasets import Dataset
@@ -26,6 +27,7 @@ from ..models import (
 from ..noise.embedding_noise import deviation_from_moments, moments_of
 from ..runs import RunFolder, tables
 from ..trainer import DescentTrainer
+from .arguments import parse_recipe
 from .closing import next_step, verdict_lines
 from .training import OutputArguments, metrics_of, resume_choice, train_and_report
 
@@ -76,6 +78,7 @@ class ModelArguments(OutputArguments):
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)
+parse = partial(parse_recipe, argument_types)
 
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:

@@ -13,10 +13,6 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
-
-
 def run(args: argparse.Namespace) -> None:
     """Print one fact a line."""
     for name, value in facts().items():

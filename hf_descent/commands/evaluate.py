@@ -191,7 +191,9 @@ def parse(
     """The models, what is measured, and the data of the first model's task."""
     names = models_of(argv)
     data_arguments = task_of(names[0])[0] if names else DataArguments
-    return parse_models((EvaluateArguments, data_arguments), argv, prog, description, most=None)
+    return parse_models(
+        (EvaluateArguments, data_arguments), argv, prog, description, takes_several=True
+    )
 
 
 def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:

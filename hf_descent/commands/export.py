@@ -49,26 +49,6 @@ AUTO_CLASSES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", help="output folder of a run, or a name on the Hub; adapters are merged"
-    )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--layer", type=int, help="keep the layers from 1 up to this one")
-    which.add_argument(
-        "--layers", nargs="+", metavar="LAYER", help="keep just these, as in 1-3,6 or 1 2 3 6"
-    )
-    parser.add_argument(
-        "--output_dir", required=True, help="folder for the checkpoint, new or empty"
-    )
-    parser.add_argument(
-        "--format",
-        choices=("transformers", "onnx"),
-        default="transformers",
-        help="a checkpoint for `from_pretrained`, or a graph for ONNX Runtime (no cache of keys and values)",
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Writes some layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
     template and generation config, and prints commands that serve it. ValueError where the folder holds something, or

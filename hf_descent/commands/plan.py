@@ -90,7 +90,7 @@ def _read_config_beside(recipe: str, values: Mapping[str, Any], model_args: Any)
 
 def _parsed(module: ModuleType, flags: Sequence[str], prog: str, usage: str, description: str):
     types = (PlanArguments, *module.argument_types)
-    values = parse_recipe(types, flags, prog=prog, usage=usage, description=description)
+    values = parse_recipe(types, flags, prog, description, usage)
     return module, *values
 
 

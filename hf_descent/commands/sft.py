@@ -9,6 +9,7 @@ from ..data.alpaca import AlpacaArguments, load_alpaca
 from ..loading import architecture_of, load_tokenizer, weights_of
 from ..sft_config import SFTDescentConfig
 from ..sft_trainer import SFTDescentTrainer
+from .arguments import parse_recipe
 from .training import OutputArguments, report, resume_choice, train_and_report
 
 
@@ -18,6 +19,7 @@ class ModelArguments(OutputArguments, ModelConfig):
 
 
 argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)
+parse = partial(parse_recipe, argument_types)
 
 
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:

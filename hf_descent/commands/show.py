@@ -24,16 +24,6 @@ th, td {font-weight: normal; white-space: nowrap}
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        help="text classifier or causal language model: a run's folder, or a name on the Hub",
-    )
-    parser.add_argument(
-        "--port", type=int, help="port on this machine; by default the first free one from 7860 on"
-    )
-
-
 def run(args: argparse.Namespace) -> None:
     """Serves the page until it is interrupted. The threshold starts at that of `hf-descent exit`, if it ran."""
     model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     module = importlib.import_module(f"hf_descent.commands.{command or TRAINING[0]}")
     types, words = (TuneArguments, *module.argument_types), argv[1:] if command else argv
     usage = f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]"
-    return module, *parse_recipe(types, words, prog=prog, usage=usage, description=description)
+    return module, *parse_recipe(types, words, prog, description, usage)
 
 
 def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args: Any) -> None:

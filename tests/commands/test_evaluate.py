@@ -276,7 +276,7 @@ def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
-    with pytest.raises(ValueError, match="The models are missing"):
+    with pytest.raises(ValueError, match="The model is missing"):
         cli.main(["evaluate", "--config", str(workplace / "recipe.yaml")])
     model = bert()
     model.config.architectures = None

@@ -240,7 +240,9 @@ def certify(
     )
 
 
-def half_widths(rows: np.ndarray, confidence: float, least_rows: int = LEAST_ROWS) -> np.ndarray:
+def half_widths(
+    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
+) -> np.ndarray:
     """Half-widths `[L]` of the intervals of mean losses, from the sums of rows `[n, L + 1]`; not a number where there
     are too few rows."""
     _, of_rows = values_of_rows(lambda losses: losses, rows)

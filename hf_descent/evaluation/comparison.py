@@ -1,10 +1,10 @@
-"""Whether one way of training is better than another: groups of runs, paired tests, a verdict.
+"""Tests whether one way of training is better than another, from groups of runs that differ in the seed alone.
 
-Seeds and blocks of held-out data are crossed, as readers and cases are in a reader study, and the test is that of
-reader studies: the variance of the difference is the seeds' part, plus the blocks' part beyond the interaction of
-both. A difference must be significant by that variance, by the seeds' part alone and by the data's part alone, since
-few seeds may agree by chance. Runs with the same seeds on both sides are paired by seed; otherwise the seed variances
-of both sides are added (Welch). All runs must have been evaluated on the same batches with the same noise.
+Every seed is evaluated on every block of the held-out data, as every reader judges every case in a reader study, and
+the test is that of reader studies. The variance of the difference has a part of the seeds, and a part of the blocks
+beyond the interaction of both. A difference must be significant by their sum, and by each part alone, since few seeds
+may agree by chance. Runs with the same seeds on both sides are paired by seed. Otherwise the seed variances of both
+sides are added (Welch). All runs must have been evaluated on the same batches with the same noise.
 
 Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hillis (2007), Statistics in Medicine 26:
 596-619, for the degrees of freedom.
@@ -15,14 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..configs import upper_level
 from ..extras import extra_needed
 from ..runs import RunFolder
-from .certificates import Certificate
+from .certificates import MET, Certificate
 from .noise_curves import NoiseCurve
 from .profiles import LayerProfile
 from .scoring import format_table
@@ -37,13 +37,8 @@ SUMMARIES = {
     "auc_id": "as in training",
     "auc_ood": "more noise",
 }
-COMMON = (
-    "seed",
-    "perturbation",
-    "batch_size",
-    "samples",
-    "data",
-)  # settings of a curve that fix rows and noise
+# Settings of a curve that fix its rows and noise.
+COMMON = ("seed", "perturbation", "batch_size", "samples", "data")
 
 
 @dataclass
@@ -53,18 +48,19 @@ class Run:
     folder: str  # where they were read
     curve: NoiseCurve | None
     profiles: dict[float, LayerProfile] = field(default_factory=dict)  # by noise level
-    summary: dict[str, Any] = field(
-        default_factory=dict
-    )  # `descent_config.json`; empty where there is none
+    summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`, if there is one
 
     @classmethod
     def load(cls, folder: str, curve: str = "noise_curve", needs_curve: bool = True) -> "Run":
         """Reads a run's folder; ValueError where it `needs_curve` and holds none of that name of its last training."""
         run = RunFolder(folder)
         curves = run.results(NoiseCurve, curve)
+        if needs_curve and not run.path.is_dir():
+            raise ValueError(f"There is no folder {folder!r}.")
         if needs_curve and not curves:
-            fault = f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder}`."
-            raise ValueError(fault if run.path.is_dir() else f"There is no folder {folder!r}.")
+            raise ValueError(
+                f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder}`."
+            )
         profiles = {
             profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")
         }
@@ -77,14 +73,15 @@ class Run:
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the constraints, which a baseline was not trained to meet, hold on held-out rows at the training
-        level; `None` without constraints, without a profile at that level, or where version 0.1 measured it, whose
-        "feasible" asked for less."""
-        return self.certificate and self.certificate.feasible
+        """Whether the constraints hold on held-out rows at the training level (a baseline was not trained to meet
+        them). `None` as for [`certificate`]."""
+        verdict = self.certificate
+        return None if verdict is None else verdict.feasible
 
     @property
     def certificate(self) -> Certificate | None:
-        """What each row asked and reached there; `None` as for `feasible`."""
+        """What each row asked and reached there. `None` without constraints, without a profile at that level, or
+        where version 0.1 measured it, whose "feasible" asked for less."""
         profile = self.profiles.get(self.gamma_train or 0.0)
         if profile is None or profile.problem is None:
             return None
@@ -100,14 +97,14 @@ class Run:
     @property
     def gamma_train(self) -> float | None:
         """The (largest) level of the training noise, also where the curve is of another perturbation."""
-        return upper_level(self.summary.get("noise_gamma", self.curve and self.curve.gamma_train))
+        of_curve = None if self.curve is None else self.curve.gamma_train
+        return upper_level(self.summary.get("noise_gamma", of_curve))
 
 
 def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
     """The noise levels, in increasing order, at which all runs of all groups have a profile of their layers."""
-    return sorted(
-        set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs))
-    )
+    levels = [set(run.profiles) for runs in groups.values() for run in runs]
+    return sorted(set.intersection(*levels))
 
 
 @dataclass
@@ -139,42 +136,33 @@ class Difference:
         return "better" if (self.estimate > 0) == self.greater_is_better else "worse"
 
     def __str__(self) -> str:
-        names, level = f"{self.group} against {self.baseline}", f"{100 * self.confidence:.4g} %"
+        names = f"{self.group} against {self.baseline}"
         if not np.isfinite(self.estimate):
             return f"{names}: open. A run has a {self.metric} that is not finite."
-        words = {"open": "open", "not significant": "no statistically significant difference"}
-        verdict = words.get(
-            self.verdict, f"{self.group} is {self.verdict}, statistically significant"
-        )
-        radius, how = self.radius, "paired by seed" if self.paired else "seeds not paired"
-        how = f"p = {self.p_value:.2g}, {how}"
+        level = f"{100 * self.confidence:.4g} %"
+        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- "
         if self.verdict == "open":
-            radius, how = (
-                self.data_radius,
-                "over the choice of the data alone. Train at least two seeds of each",
-            )
-        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- {radius:.2g}, {how}"
+            figure += f"{self.data_radius:.2g}, over the choice of the data alone. Train at least two seeds of each"
+            return f"{names}: open at {level} ({figure})."
+
+        how = "paired by seed" if self.paired else "seeds not paired"
+        figure += f"{self.radius:.2g}, p = {self.p_value:.2g}, {how}"
+        verdict = f"{self.group} is {self.verdict}, statistically significant"
+        if self.verdict == "not significant":
+            verdict = "no statistically significant difference"
         return f"{names}: {verdict} at {level} ({figure})."
 
 
-def check_comparable(runs: Sequence[Run]):
+def check_comparable(runs: Sequence[Run]) -> None:
     """ValueError unless all curves were measured on the same batches, levels and noise draws."""
-
-    def conditions(curve):
-        counts = None if curve.blocks is None else curve.blocks[..., 1].tolist()
-        found = {
-            "metric": curve.metric,
-            "scale": curve.scale,
-            "levels": curve.gammas.tolist(),
-            "items": counts,
-        }
-        return found | {name: curve.settings.get(name) for name in COMMON}
-
-    first, known = runs[0], conditions(runs[0].curve)
+    first = runs[0]
+    known = _conditions(first.curve)
     for run in runs:
-        if other := [name for name, value in conditions(run.curve).items() if value != known[name]]:
+        conditions = _conditions(run.curve)
+        different = [name for name in known if conditions[name] != known[name]]
+        if different:
             raise ValueError(
-                f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise ({other} "
+                f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise ({different} "
                 "differ; another tokenizer makes other data of texts): run `hf-descent evaluate` on both alike."
             )
     if first.curve.blocks is None or len(first.curve.blocks) < 2:
@@ -183,55 +171,112 @@ def check_comparable(runs: Sequence[Run]):
         )
 
 
+def _conditions(curve: NoiseCurve) -> dict[str, Any]:
+    """What curves that are compared must have in common."""
+    conditions = {name: curve.settings.get(name) for name in COMMON}
+    conditions["metric"] = curve.metric
+    conditions["scale"] = curve.scale
+    conditions["levels"] = curve.gammas.tolist()
+    conditions["items"] = None if curve.blocks is None else curve.blocks[..., 1].tolist()
+    return conditions
+
+
 def difference(
     groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95
 ) -> Difference:
     """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
-    sides = [sorted(groups[name], key=lambda run: str(run.seed)) for name in (baseline, group)]
-    seeds = [[run.seed for run in side] for side in sides]
-    paired = seeds[0] == seeds[1] and None not in seeds[0] and len(set(seeds[0])) == len(seeds[0])
-    before, after = (
-        np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides
-    )  # [seeds, blocks]
+    before = sorted(groups[baseline], key=lambda run: str(run.seed))
+    after = sorted(groups[group], key=lambda run: str(run.seed))
     # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
-    means = [np.mean([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
-    estimate = float(means[1] - means[0])
-    tables = [after - before] if paired else [before, after]
+    estimate = float(_mean_average(after) - _mean_average(before))
+    is_paired = _have_same_seeds(before, after)
+    of_data, *with_seeds = _tests(_pseudo_values(before), _pseudo_values(after), is_paired)
+    data_radius = of_data.radius(confidence)
 
+    # Few seeds may agree by chance, and hide the data's part: the widest interval counts.
+    radius = np.inf
+    freedom = 0.0
+    p_value = np.nan
+    if with_seeds:
+        tests = [of_data, *with_seeds]
+        radius, freedom = max((test.radius(confidence), test.freedom) for test in tests)
+        p_value = max(test.p_value(estimate) for test in tests)
+    curve = before[0].curve
+    return Difference(
+        baseline,
+        group,
+        curve.metric,
+        estimate,
+        radius,
+        data_radius,
+        p_value,
+        freedom,
+        is_paired,
+        confidence,
+        curve.greater_is_better,
+    )
+
+
+def _have_same_seeds(before: Sequence[Run], after: Sequence[Run]) -> bool:
+    """Whether two groups of runs, sorted by their seeds, can be paired by them."""
+    seeds = [run.seed for run in before]
+    is_known_and_unique = None not in seeds and len(set(seeds)) == len(seeds)
+    return is_known_and_unique and seeds == [run.seed for run in after]
+
+
+def _mean_average(runs: Sequence[Run]) -> float:
+    return np.mean([getattr(run.curve, PRIMARY) for run in runs])
+
+
+def _pseudo_values(runs: Sequence[Run]) -> np.ndarray:
+    """The share of each block in each run's average, `[seeds, blocks]`."""
+    return np.stack([run.curve.pseudo_values(PRIMARY) for run in runs])
+
+
+class _Test(NamedTuple):
+    """A two-sided t test of a difference."""
+
+    variance: float
+    freedom: float  # degrees of freedom
+
+    def radius(self, confidence: float) -> float:
+        """Half-width of the interval."""
+        quantile = _student_t().ppf((1 + confidence) / 2, self.freedom)
+        return float(quantile * np.sqrt(self.variance))
+
+    def p_value(self, estimate: float) -> float:
+        if not self.variance:  # every difference counts
+            return float(estimate == 0.0)
+        return float(2 * _student_t().sf(abs(estimate) / np.sqrt(self.variance), self.freedom))
+
+
+def _student_t():
     with extra_needed("The comparison of runs"):
         from scipy import stats
+    return stats.t
 
+
+def _tests(before: np.ndarray, after: np.ndarray, is_paired: bool) -> list[_Test]:
+    """Tests of the difference of two groups, from their pseudo-values `[seeds, blocks]`: over the data alone and, with
+    several seeds, over the seeds alone and over both."""
     blocks = before.shape[1]
-    of_data = (after.mean(axis=0) - before.mean(axis=0)).var(ddof=1) / blocks
-    quantile = 1 - (1 - confidence) / 2
-    data_radius = float(stats.t.ppf(quantile, blocks - 1) * np.sqrt(of_data))
-    radius, p_value, freedom = np.inf, np.nan, 0.0
-    if min(map(len, tables)) > 1:
-        # Of every table: the variance of its mean over seeds, and the interaction's part in its mean over blocks.
-        of_seeds = np.array([table.mean(axis=1).var(ddof=1) / len(table) for table in tables])
-        interaction = sum(_interaction(table) / table.size for table in tables)
-        total = of_seeds.sum()
-        freedoms = np.array([len(table) - 1 for table in tables])
-        freedom = total**2 / (of_seeds**2 / freedoms).sum() if total else 1.0
-        both = total + max(0.0, of_data - interaction)
-        # Few seeds may agree by chance, and hide the data's part: by the seeds, by both, and by the data alone.
-        tests = [
-            (total, freedom),
-            (both, freedom * (both / total) ** 2 if total else freedom),
-            (of_data, blocks - 1),
-        ]
-        radius, freedom = max(
-            (stats.t.ppf(quantile, freedom) * np.sqrt(part), freedom) for part, freedom in tests
-        )
-        p_value = max(
-            float(
-                2 * stats.t.sf(abs(estimate) / np.sqrt(part), freedom) if part else estimate == 0.0
-            )
-            for part, freedom in tests
-        )
-    curve = sides[0][0].curve
-    found = estimate, float(radius), data_radius, p_value, float(freedom), paired, confidence
-    return Difference(baseline, group, curve.metric, *found, curve.greater_is_better)
+    of_blocks = after.mean(axis=0) - before.mean(axis=0)
+    of_data = float(of_blocks.var(ddof=1) / blocks)
+    tests = [_Test(of_data, blocks - 1)]
+    tables = [after - before] if is_paired else [before, after]
+    if min(map(len, tables)) < 2:
+        return tests
+
+    # Of every table: the variance of its mean over seeds, and the interaction's part in its mean over blocks.
+    of_seeds = np.array([table.mean(axis=1).var(ddof=1) / len(table) for table in tables])
+    interaction = sum(_interaction(table) / table.size for table in tables)
+    total = float(of_seeds.sum())
+    both = total + max(0.0, of_data - interaction)
+    if not total:
+        return [*tests, _Test(0.0, 1.0), _Test(both, 1.0)]
+    freedoms = np.array([len(table) - 1 for table in tables])
+    freedom = float(total**2 / (of_seeds**2 / freedoms).sum())
+    return [*tests, _Test(total, freedom), _Test(both, freedom * (both / total) ** 2)]
 
 
 def _interaction(table: np.ndarray) -> float:
@@ -258,59 +303,65 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Plain values: each group's folders, seeds and summaries (mean, deviation over seeds), and the verdicts."""
         groups = {name: self._summary(runs) for name, runs in self.groups.items()}
-        verdicts = [
-            {**vars(found), "verdict": found.verdict, "text": str(found)}
-            for found in self.differences
+        differences = [
+            {**vars(difference), "verdict": difference.verdict, "text": str(difference)}
+            for difference in self.differences
         ]
-        return {"groups": groups, "differences": verdicts}
+        return {"groups": groups, "differences": differences}
 
     def __str__(self) -> str:
-        rows, missed = [["", "runs", *SUMMARIES.values(), "noise unit", "feasible"]], []
+        table = [["", "runs", *SUMMARIES.values(), "noise unit", "feasible"]]
+        missed = []
         for name, runs in self.groups.items():
-            found = self._summary(runs)
-            counts = ", ".join(f"{row} ({count})" for row, count in found["missed"].items())
-            missed += [f"Rows that runs of {name} miss: {counts}"] if counts else []
-            unjudged = "of 0.1: not judged" if any(run.is_of_0_1 for run in runs) else ""
-            feasible = (
-                unjudged if found["feasible"] is None else "{} of {}".format(*found["feasible"])
+            summary = self._summary(runs)
+            numbers = [_format(*summary[column]) for column in (*SUMMARIES, "sigma")]
+            table.append(
+                [name, f"{len(runs)}", *numbers, _feasible_runs(runs, summary["feasible"])]
             )
-            rows.append(
-                [
-                    name,
-                    str(len(runs)),
-                    *(_format(*found[each]) for each in (*SUMMARIES, "sigma")),
-                    feasible,
-                ]
-            )
+            if summary["missed"]:
+                counts = ", ".join(f"{row} ({count})" for row, count in summary["missed"].items())
+                missed.append(f"Rows that runs of {name} miss: {counts}")
+
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds."
         if self.gamma_train is not None:
             title += (
                 f" As in training: noise levels up to {self.gamma_train:g}; more noise: beyond."
             )
         title += " A level of 1 is the noise unit, the standard deviation of the clean input."
-        return "\n".join([title, format_table(rows), *missed, "", *map(str, self.differences)])
+        return "\n".join([title, format_table(table), *missed, "", *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Of a group (mean, deviation) of each summary, (feasible, judged) runs, and by row how many runs miss it."""
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
-        found = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
-        columns = {name: [getattr(curve, name) for curve in curves] for name in SUMMARIES}
-        columns["sigma"] = [curve.settings.get("sigma") for curve in curves]
-        for name, column in columns.items():
-            values = np.array(column, dtype=float)  # of None: not a number
-            found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
-        certificates = [each for each in (run.certificate for run in runs) if each is not None]
-        feasible = [each.feasible for each in certificates]
-        missed = Counter(
-            row
-            for each in certificates
-            for row, said in zip(each.rows, each.verdicts)
-            if said != "met"
-        )
-        return found | {
-            "feasible": (sum(feasible), len(feasible)) if feasible else None,
-            "missed": dict(missed),
-        }
+        summary = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
+        for name in SUMMARIES:
+            summary[name] = _mean_and_deviation([getattr(curve, name) for curve in curves])
+        summary["sigma"] = _mean_and_deviation([curve.settings.get("sigma") for curve in curves])
+
+        verdicts = [run.certificate for run in runs if run.certificate is not None]
+        summary["feasible"] = None
+        if verdicts:
+            summary["feasible"] = (sum(verdict.feasible for verdict in verdicts), len(verdicts))
+        missed = Counter()
+        for verdict in verdicts:
+            missed.update(row for row, said in zip(verdict.rows, verdict.verdicts) if said != MET)
+        summary["missed"] = dict(missed)
+        return summary
+
+
+def _feasible_runs(runs: Sequence[Run], counts: tuple[int, int] | None) -> str:
+    """How many runs are feasible, of how many that were judged."""
+    if counts is not None:
+        return f"{counts[0]} of {counts[1]}"
+    is_old = any(run.is_of_0_1 for run in runs)
+    return "of 0.1: not judged" if is_old else ""
+
+
+def _mean_and_deviation(values: Sequence[float | None]) -> tuple[float, float]:
+    """Over seeds; not a number where a value is `None`, or for the deviation of a single one."""
+    column = np.array(values, dtype=float)
+    deviation = column.std(ddof=1) if len(column) > 1 else np.nan
+    return column.mean(), deviation
 
 
 def compare(
@@ -332,32 +383,41 @@ def compare(
     that were not evaluated alike, or a bad confidence.
     """
     check_confidence(confidence)
-    if not isinstance(runs, Mapping):
-        folders, runs = runs, {}
-        for folder in folders:
-            runs.setdefault(group_of(folder), []).append(folder)
+    folders = runs if isinstance(runs, Mapping) else _grouped(runs)
     groups = {
-        name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()
+        name: [Run.load(folder, curve) for folder in group] for name, group in folders.items()
     }
     check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():
-        seeds = [run.seed for run in group if run.seed is not None]
-        if len(set(seeds)) < len(seeds):
-            raise ValueError(
-                f"The runs of {name!r} have the seeds {seeds}: the same run, or one of another training, would count "
-                "as another seed. Give each once, and say which belong together by GROUP=RUN."
-            )
-    baseline = next(iter(groups)) if baseline is None else baseline
+        _check_seeds(name, group)
+    if baseline is None:
+        baseline = next(iter(groups))
     if baseline not in groups or len(groups) < 2:
         raise ValueError(
             f"The groups are {list(groups)} and `baseline` is {baseline!r}; give runs of at least two ways of "
             "training (GROUP=RUN where the names of the folders do not tell them), and a baseline among them."
         )
-    groups = {baseline: groups[baseline]} | groups
-    level = 1 - (1 - confidence) / (len(groups) - 1)
-    return Comparison(
-        groups, [difference(groups, baseline, name, level) for name in groups if name != baseline]
-    )
+    others = [name for name in groups if name != baseline]
+    level = 1 - (1 - confidence) / len(others)
+    differences = [difference(groups, baseline, name, level) for name in others]
+    return Comparison({name: groups[name] for name in (baseline, *others)}, differences)
+
+
+def _grouped(folders: Sequence[str]) -> dict[str, list[str]]:
+    """Folders of runs by their groups."""
+    groups = {}
+    for folder in folders:
+        groups.setdefault(group_of(folder), []).append(folder)
+    return groups
+
+
+def _check_seeds(group: str, runs: Sequence[Run]) -> None:
+    seeds = [run.seed for run in runs if run.seed is not None]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"The runs of {group!r} have the seeds {seeds}: the same run, or one of another training, would count "
+            "as another seed. Give each once, and say which belong together by GROUP=RUN."
+        )
 
 
 def group_of(folder: str) -> str:
@@ -369,4 +429,6 @@ def group_of(folder: str) -> str:
 def _format(mean: float, deviation: float) -> str:
     if not np.isfinite(mean):
         return "-"
-    return f"{mean:.4g}" + (f" +- {deviation:.2g}" if np.isfinite(deviation) else "")
+    if not np.isfinite(deviation):
+        return f"{mean:.4g}"
+    return f"{mean:.4g} +- {deviation:.2g}"

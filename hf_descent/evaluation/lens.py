@@ -18,7 +18,7 @@ from ..constraints.problem import AT_CHANCE
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout, evaluating
-from .intervals import confidence_limits, values_of_rows
+from .certificates import half_widths
 from .profiles import layer_profile
 from .scoring import Evaluation, Result, format_table
 
@@ -184,7 +184,4 @@ def _joined(layers: list[torch.Tensor]) -> np.ndarray:
 def _means(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The means over items of sums over rows `[rows, L + 1]`, and half-widths of their intervals, `[L]` each."""
     rows = rows[rows[:, -1] > 0]
-    means, of_rows = values_of_rows(lambda values: values, rows)
-    lower, upper = confidence_limits(of_rows)
-    half = (upper - lower) / 2
-    return means, np.where(np.isinf(half), np.nan, half)
+    return rows[:, :-1].sum(axis=0) / rows[:, -1].sum(), half_widths(rows)

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 KEYBOARD = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 NEIGHBOURS = {
-    letter: row[max(0, i - 1) : i] + row[i + 1 : i + 2]
+    letter: row[max(0, place - 1) : place] + row[place + 1 : place + 2]
     for row in KEYBOARD
-    for i, letter in enumerate(row)
+    for place, letter in enumerate(row)
 }
 
 
@@ -24,43 +24,59 @@ class Typos:
     name = "typos"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None):
-        self.tokenizer, self.max_length = tokenizer, max_length
+        self.tokenizer = tokenizer
+        self.max_length = max_length
 
     def __call__(
         self, row: Mapping[str, Any], level: float, generator: np.random.Generator
     ) -> dict[str, Any]:
-        kept = dict(row)
-        texts = [
-            misspell(kept.pop(name), level, generator)
-            for name in ("text", "text_pair")
-            if name in row
-        ]
-        return {**kept, **self.tokenizer(*texts, truncation=True, max_length=self.max_length)}
+        perturbed = dict(row)
+        texts = []
+        for name in ("text", "text_pair"):
+            if name in row:
+                texts.append(misspell(perturbed.pop(name), level, generator))
+        perturbed.update(self.tokenizer(*texts, truncation=True, max_length=self.max_length))
+        return perturbed
 
 
 def misspell(text: str, rate: float, generator: np.random.Generator) -> str:
-    """`text`, each letter of which goes wrong with probability `rate`: it is left out, doubled, swapped with the next
-    character, or replaced by a neighbour on an English keyboard (where it has one), with equal chances."""
-    wrong, kinds, choices = generator.random((3, len(text)))
-    typed, i = "", 0
-    while i < len(text):
-        letter = text[i]
-        errors = ["", letter * 2, text[i + 1 : i + 2] + letter]
-        if near := NEIGHBOURS.get(letter.lower()):
-            other = near[int(choices[i] * len(near))]
-            errors.append(other.upper() if letter.isupper() else other)
-        kind = int(kinds[i] * len(errors)) if letter.isalpha() and wrong[i] < rate else None
-        typed += letter if kind is None else errors[kind]
-        i += 2 if kind == 2 else 1
-    return typed
+    """`text` with typing errors, each letter of which goes wrong with probability `rate`.
+
+    A wrong letter is left out, doubled, swapped with the next character, or replaced by a neighbour on an English
+    keyboard (where it has one), with equal chances.
+    """
+    is_wrong, kinds, choices = generator.random((3, len(text)))
+    typed = []
+    place = 0
+    while place < len(text):
+        letter = text[place]
+        following = text[place + 1 : place + 2]
+        step = 1
+        if letter.isalpha() and is_wrong[place] < rate:
+            errors = ["", letter * 2, following + letter]
+            near = NEIGHBOURS.get(letter.lower())
+            if near:
+                neighbour = near[int(choices[place] * len(near))]
+                errors.append(neighbour.upper() if letter.isupper() else neighbour)
+            kind = int(kinds[place] * len(errors))
+            letter = errors[kind]
+            if kind == 2:  # the next character was typed, too
+                step = 2
+        typed.append(letter)
+        place += step
+    return "".join(typed)
 
 
 def salt_and_pepper(
     row: Mapping[str, Any], level: float, generator: np.random.Generator
 ) -> dict[str, Any]:
-    """Dead pixels: a share `level` of the values in `pixel_values` becomes the image's least or greatest one. What a
-    denoiser is to restore, the `labels`, stays clean."""
+    """Dead pixels: a share `level` of the values in `pixel_values` becomes the image's least or greatest one. The
+    `labels`, which a denoiser is to restore, stay clean."""
     pixels = np.asarray(row["pixel_values"]).copy()
-    dead = generator.random(pixels.shape) < level
-    pixels[dead] = np.where(generator.random(pixels.shape) < 0.5, pixels.min(), pixels.max())[dead]
-    return {"labels": row["pixel_values"], **row, "pixel_values": pixels}
+    is_dead = generator.random(pixels.shape) < level
+    extremes = np.where(generator.random(pixels.shape) < 0.5, pixels.min(), pixels.max())
+    pixels[is_dead] = extremes[is_dead]
+
+    perturbed = {"labels": row["pixel_values"], **row}
+    perturbed["pixel_values"] = pixels
+    return perturbed

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ..files import atomic_write, plain
 from .certificates import Certificate
 from .comparison import Comparison, Run, shared_levels
 from .lens import Lens
+from .noise_curves import NoiseCurve
 
 
 with extra_needed("A figure"):
@@ -22,16 +24,15 @@ with extra_needed("A figure"):
     from matplotlib.ticker import MaxNLocator
 
 
-COLORS, LINES, MARKERS = ("black", "0.5", "0.7"), ("-", "--", "-.", ":"), "os^Dvx*<P>"
+COLORS = ("black", "0.5", "0.7")
+LINES = ("-", "--", "-.", ":")
+MARKERS = "os^Dvx*<P>"
 STYLES = [
     {"color": COLORS[number % 3], "linestyle": LINES[number % 4], "marker": marker, "markersize": 4}
     for number, marker in enumerate(MARKERS)
 ]
-LEGEND = {
-    "frameon": False,
-    "handlelength": 3.5,
-    "loc": "outside right upper",
-}  # inside it would hide lines
+# Inside the axes it would hide lines.
+LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}
 
 
 def save_comparison(comparison: Comparison, folder: str) -> list[str]:
@@ -42,77 +43,85 @@ def save_comparison(comparison: Comparison, folder: str) -> list[str]:
     for name, content in contents.items():
         with atomic_write(os.path.join(folder, name)) as file:
             file.write(f"{content}\n")
-    figures = {"metric_against_noise": plot_curves(comparison.groups)}
+
+    files = list(contents)
+    files += save_figure(plot_curves(comparison.groups), folder, "metric_against_noise")
     if shared_levels(comparison.groups):
-        figures["layer_losses"] = plot_layers(comparison.groups)
-    return [
-        *contents,
-        *(file for name, figure in figures.items() for file in save_figure(figure, folder, name)),
-    ]
+        files += save_figure(plot_layers(comparison.groups), folder, "layer_losses")
+    return files
 
 
 def save_figure(figure: Figure, folder: str | os.PathLike, name: str) -> list[str]:
     """Writes a figure as PNG and SVG; returns the files' names."""
-    files = [f"{name}.png", f"{name}.svg"]
+    metadata = {f"{name}.png": {}, f"{name}.svg": {"Date": None}}
     with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
-        for file, metadata in zip(files, ({}, {"Date": None})):
-            figure.savefig(os.path.join(folder, file), dpi=150, metadata=metadata)
-    return files
+        for file, facts in metadata.items():
+            figure.savefig(os.path.join(folder, file), dpi=150, metadata=facts)
+    return list(metadata)
 
 
 def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Figures 1 and 4, metric against the noise level: mean over runs, bars from least to greatest (a single run: 95 %
-    interval)."""
+    """Metric against the noise level, as in the paper's figures 1 and 4. Lines are means over runs, and bars reach
+    from the least run to the greatest; for a single run they are its 95 % interval."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for number, (name, runs) in enumerate(groups.items()):
-        error = runs[0].curve.radius("mean") if len(runs) == 1 else 0.0
+    for place, (name, runs) in enumerate(groups.items()):
         curve = runs[0].curve
-        _line(
-            axes, curve.gammas, [run.curve.mean for run in runs], error, name, number, len(groups)
-        )
-    for gamma in {run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}:
+        error = curve.radius("mean") if len(runs) == 1 else 0.0
+        metrics = [run.curve.mean for run in runs]
+        _line(axes, curve.gammas, metrics, error, place, label=name, shift=_shift(place, groups))
+
+    trained = {run.curve.gamma_train for runs in groups.values() for run in runs}
+    for gamma in trained - {None, 0.0}:
         axes.axvline(gamma, color="0.8", zorder=0)
         place = {"transform": axes.get_xaxis_transform(), "ha": "right"}
         axes.text(gamma, 0.01, "training level ", **place, color="0.4", size=8)
-    kind = curve.settings.get("perturbation", "gaussian")
-    of_noise = kind == "gaussian" or curve.settings.get("sigma") is not None
-    xlabel = "noise level, in units of sigma" if of_noise else f"rate of {kind.replace('_', ' ')}"
-    axes.set(xlabel=xlabel, ylabel=curve.metric)
+    axes.set(xlabel=_name_of_levels(curve), ylabel=curve.metric)
     figure.legend(*axes.get_legend_handles_labels(), **LEGEND)
     return figure
 
 
+def _name_of_levels(curve: NoiseCurve) -> str:
+    """What the levels of a curve are."""
+    kind = curve.settings.get("perturbation", "gaussian")
+    if kind == "gaussian" or curve.settings.get("sigma") is not None:
+        return "noise level (1: the standard deviation of the clean input)"
+    return f"rate of {kind.replace('_', ' ')}"
+
+
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Figures 1 and 7, loss of every layer: a panel for each noise level that all runs have a profile of; bars as in
-    `plot_curves`, and short lines at what each row asked of its layer, the mean over runs that have the same rows."""
-    gammas, trained = (
-        shared_levels(groups),
-        {run.gamma_train or 0.0 for runs in groups.values() for run in runs},
-    )
+    """Loss of every layer, as in the paper's figures 1 and 7, with a panel for each noise level that all runs have a
+    profile of. Bars are as in `plot_curves`. Short lines show what each row asked of its layer, the mean over runs
+    that have the same rows."""
+    gammas = shared_levels(groups)
+    trained = {_level_of_training(run) for runs in groups.values() for run in runs}
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
-        for number, (name, runs) in enumerate(groups.items()):
-            losses, first = [run.profiles[gamma].losses for run in runs], runs[0].profiles[gamma]
-            error = first.radius("losses") if len(runs) == 1 else 0.0
-            _line(axes, np.arange(1, len(losses[0]) + 1), losses, error, name, number, len(groups))
-            if runs[0].summary.get("objective") not in UNCONSTRAINED and first.problem is not None:
-                asked = [
-                    run.profiles[gamma].certificate()
-                    for run in runs
-                    if run.profiles[gamma].problem is not None
-                ]
-                draw_asked(axes, asked, STYLES[number % len(STYLES)]["color"], f"{name}: asked")
+        for place, (name, runs) in enumerate(groups.items()):
+            profiles = [run.profiles[gamma] for run in runs]
+            losses = [profile.losses for profile in profiles]
+            error = profiles[0].radius("losses") if len(runs) == 1 else 0.0
+            layers = np.arange(1, len(losses[0]) + 1)
+            _line(axes, layers, losses, error, place, label=name, shift=_shift(place, groups))
+            is_constrained = runs[0].summary.get("objective") not in UNCONSTRAINED
+            if is_constrained and profiles[0].problem is not None:
+                judged = [profile for profile in profiles if profile.problem is not None]
+                verdicts = [profile.certificate() for profile in judged]
+                draw_asked(axes, verdicts, _style(place)["color"], f"{name}: asked")
         axes.set(xlabel="layer", title=_title(gamma, trained))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].set_ylabel("held-out loss")
+
+    panels[0].set_ylabel("loss on held-out data")
     ends = np.array([axes.dataLim.intervaly for axes in panels])
-    panels[0].set_yscale(
-        "log" if 0 < 10 * ends.min() < ends.max() else "linear"
-    )  # small losses stay apart
+    if 0 < 10 * ends.min() < ends.max():  # small losses stay apart
+        panels[0].set_yscale("log")
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
+
+
+def _level_of_training(run: Run) -> float:
+    return 0.0 if run.gamma_train is None else run.gamma_train
 
 
 def plot_evaluation(
@@ -121,26 +130,20 @@ def plot_evaluation(
     gamma_train: float = 0.0,
     constrained: bool = True,
 ) -> Figure:
-    """The loss of every layer `[L]` in one evaluation without noise; of its certificate the 95 % intervals and, in a
-    `constrained` training, what each row asked."""
+    """The loss of every layer `[L]` in one evaluation without noise. With a certificate it has 95 % intervals and, in
+    a `constrained` training, what each row asked."""
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
-    _line(
-        axes,
-        np.arange(1, len(losses) + 1),
-        [losses],
-        certificate.loss_radii if certificate else 0.0,
-        "",
-        0,
-        1,
-    )
-    if certificate and constrained:
+    error = 0.0 if certificate is None else certificate.loss_radii
+    _line(axes, np.arange(1, len(losses) + 1), [losses], error, 0)
+    if certificate is not None and constrained:
         draw_asked(axes, [certificate])
         axes.legend(frameon=False)
-    title = _title(0.0, {gamma_train}) + (
-        f"; training level {gamma_train:g}" if gamma_train else ""
-    )
-    axes.set(xlabel="layer", ylabel="held-out loss", title=title)
+
+    title = _title(0.0, {gamma_train})
+    if gamma_train:
+        title += f"; training level {gamma_train:g}"
+    axes.set(xlabel="layer", ylabel="loss on held-out data", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
@@ -151,9 +154,10 @@ def plot_lens(lens: Lens) -> Figure:
     panels = figure.subplots(2, 2).flat
     layers = np.arange(1, len(lens.losses) + 1)
     for axes, (title, (values, radii)) in zip(panels, lens.measures.items()):
-        _line(axes, layers, [values], np.nan_to_num(radii), "", 0, 1)
+        _line(axes, layers, [values], np.nan_to_num(radii), 0)
         axes.set(xlabel="layer", ylabel=title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
     if lens.chance:
         figure.axes[0].axhline(lens.chance, color="0.7", linestyle=":", zorder=0)
         figure.axes[0].text(1, lens.chance, "guessing", color="0.4", size=8, va="bottom")
@@ -166,7 +170,8 @@ def draw_asked(
     """A short line for each row at the loss that it asks for: the mean over certificates of the same rows."""
     rows = certificates[0].rows
     layers = [int(name.split("_")[-1]) for name in rows]
-    asked = np.mean([each.asked for each in certificates if each.rows == rows], axis=0)
+    alike = [certificate for certificate in certificates if certificate.rows == rows]
+    asked = np.mean([certificate.asked for certificate in alike], axis=0)
     axes.plot(layers, asked, color=color, linestyle="none", marker="_", markersize=14, label=label)
 
 
@@ -178,25 +183,31 @@ def pixels(figure: Figure) -> np.ndarray:
 
 
 def _title(gamma: float, trained: Collection[float]) -> str:
-    return (f"noise level {gamma:g}" if gamma else "without noise") + (
-        " (training level)" if gamma in trained else ""
-    )
+    title = f"noise level {gamma:g}" if gamma else "without noise"
+    return f"{title} (training level)" if gamma in trained else title
+
+
+def _style(place: int) -> dict[str, Any]:
+    return STYLES[place % len(STYLES)]
+
+
+def _shift(place: int, groups: Collection[str]) -> float:
+    """By what share of the width a line is shifted, so that bars do not overlap."""
+    return 0.008 * (place - (len(groups) - 1) / 2)
 
 
 def _line(
     axes: Axes,
     x: np.ndarray,
     runs: Sequence[np.ndarray],
-    error,
-    name: str,
-    number: int,
-    groups: int,
-):
-    """The mean of the runs, `[points]` each, bars from least to greatest; shifted, so that bars do not overlap."""
+    error: np.ndarray | float,
+    place: int,
+    label: str = "",
+    shift: float = 0.0,
+) -> None:
+    """The mean of the runs, `[points]` each, and bars from the least to the greatest, widened by `error`."""
     mean = np.mean(runs, axis=0)
-    bars = (
-        np.stack([mean - np.min(runs, axis=0), np.max(runs, axis=0) - mean]).clip(min=0) + error
-    )  # [2, points]
-    shift = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
-    style = STYLES[number % len(STYLES)]
-    axes.errorbar(x + shift, mean, bars, label=name, elinewidth=0.7, capsize=2, **style)
+    spread = np.stack([mean - np.min(runs, axis=0), np.max(runs, axis=0) - mean])  # [2, points]
+    bars = spread.clip(min=0) + error
+    moved = x + shift * (x[-1] - x[0])
+    axes.errorbar(moved, mean, bars, label=label, elinewidth=0.7, capsize=2, **_style(place))

@@ -1,4 +1,4 @@
-"""Gathers what a run's folder says, and writes the model card and its figures.
+"""Gathers the facts of a run from its folder, and writes the model card and its figures.
 
 [`collect`] returns plain values, kept as `model_card.json`; [`~hub.render.render`] makes the card of them. The trainer
 writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` adds what was measured since.
@@ -42,15 +42,10 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "confidence_exit": ConfidenceReport,
     "speculation_profile": SpeculationProfile,
 }
-# Those of the results, and of the facts, that a custom readout has measured.
+# What a custom readout, where there is one, has measured.
 MEASURED_BY_READOUT = (
-    "evaluation",
-    "evaluated",
-    "split",
-    "noise_curve",
-    "layer_profile",
-    "verdict",
-)
+    "evaluation", "evaluated", "split", "noise_curve", "layer_profile", "verdict",
+)  # fmt: skip
 # Facts that people give, kept when the model is trained again. The rest of a card belongs to one training.
 GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
@@ -58,12 +53,10 @@ GIVEN = (
 )  # fmt: skip
 BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
 # What `generate(custom_generate=REPO)` runs. A model that trusts its folder has it for its own `generate`.
-DECODING_FILE, REQUIREMENTS_FILE = "custom_generate/generate.py", "custom_generate/requirements.txt"
-OPTIONAL_FILES = (
-    BENCHMARK_FILE,
-    DECODING_FILE,
-    REQUIREMENTS_FILE,
-)  # those of a former training are to go
+DECODING_FILE = "custom_generate/generate.py"
+REQUIREMENTS_FILE = "custom_generate/requirements.txt"
+# Removed where the last training has none.
+OPTIONAL_FILES = (BENCHMARK_FILE, DECODING_FILE, REQUIREMENTS_FILE)
 DECODING = """\
 \"\"\"Decodes with drafts by the first layers; the text is that of the whole model.\"\"\"
 
@@ -82,13 +75,15 @@ def generate(*inputs, model, **arguments):
 
 
 def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
-    """What is known of a run, in plain JSON values: its `model_card.json`, `facts` and its result files.
+    """What is known of a run, in plain JSON values: from its `model_card.json`, its result files, and `facts`.
 
     A result whose file is gone is left out, even if the card had it.
 
-    `facts`, of a trainer or `GIVEN` by people, replace what was known, but for those that are `None`: `datasets` are
-    those trained on, `limits` sentences, `benchmark` the id of a data set on the Hub, a task and a metric, `readout`
-    the name of the function that measured in place of the model's own head, or "".
+    Args:
+        folder (`str` or `Path`): the folder of the run.
+        facts: of a trainer, or `GIVEN` by people; they replace what was known, except those that are `None`.
+            `datasets` are those trained on, `limits` sentences, `benchmark` the id of a data set on the Hub, a task
+            and a metric. `readout` is the name of the function that measured in place of the model's own head, or "".
 
     ValueError where the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """
@@ -96,16 +91,17 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     run = RunFolder(folder)
     config = find_json(str(folder), CONFIG_NAME)
     adapter = find_json(str(folder), ADAPTER)
+    has_model = bool(config or adapter)
     # TRL's trainers ask before they save a model.
-    if not (config or adapter or facts.get("architecture")):
+    if not has_model and not facts.get("architecture"):
         raise no_model_in(str(folder))
     measured_by = facts.pop("readout", None)
 
     card = _model_facts(run, folder, config, adapter, facts)
     card.update(_evaluation(run))
     card.update(_results(run, card["architecture"]))
-    if "noise_curve" in card:
-        card["evaluation"] = _with_newer(card.get("evaluation") or {}, card["noise_curve"])
+    if "noise_curve" in card and card.get("evaluation"):
+        card["evaluation"] = _with_newer(card["evaluation"], card["noise_curve"])
     # The saved model does not have what was measured by a function that is not saved. `exit` cuts, and measures, the
     # model's own head.
     card["readout"] = run.summary.get("readout") if measured_by is None else measured_by
@@ -128,29 +124,36 @@ def _model_facts(
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What is known of the model and its training, but for what was measured."""
-    descent = run.summary
-    architectures = config.get("architectures") or [descent.get("model", "AutoModel")]
-    known = _known(run, folder)
+    summary = run.summary
     card = {
         "model_name": folder.resolve().name,
-        "architecture": architectures[0],
+        "architecture": summary.get("model", "AutoModel"),
+        "objective": summary.get("objective", "erm"),
+        "settings": summary.get("arguments"),
+        "versions": summary.get("versions"),
         "tags": TAGS,
         "paper": PAPER,
-        **known,
-        **{name: value for name, value in facts.items() if value is not None},
     }
+    if config.get("architectures"):
+        card["architecture"] = config["architectures"][0]
+    known = _known(run, folder)
+    for source in (known, facts):
+        card.update((name, value) for name, value in source.items() if value is not None)
+    if summary.get("versions"):
+        card["versions"] = summary["versions"]
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
-    card["library_name"] = "peft" if adapter else "transformers"
+    card["library_name"] = "transformers"
+    if adapter:
+        card["library_name"] = "peft"
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
-    base = hub_id(adapter.get("base_model_name_or_path") or descent.get("encoder"))
-    if base:
-        card["base_model"] = facts.get("base_model") or base
+    base = adapter.get("base_model_name_or_path")
+    if not base:
+        base = summary.get("encoder")
+    if hub_id(base) and not facts.get("base_model"):
+        card["base_model"] = base
     # `base_model` names the encoder; this may be a folder of the machine.
-    card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
-    card["versions"] = descent.get("versions") or card.get("versions")
-    card["settings"] = card.get("settings") or descent.get("arguments")
-    card["objective"] = card.get("objective") or descent.get("objective") or "erm"
+    card["descent"] = {name: value for name, value in summary.items() if name != "encoder"}
     return card
 
 
@@ -171,18 +174,27 @@ def _evaluation(run: RunFolder) -> dict[str, Any]:
         results = run.read(f"{prefix}_results.json")
         if not results:
             continue
+
         written = (run.path / f"{prefix}_results.json").stat().st_mtime
         found["evaluated"] = datetime.fromtimestamp(written, timezone.utc).date().isoformat()
         found["split"] = split
         found["evaluation"] = {
             name: value for name, value in results.items() if name.startswith(f"{prefix}_")
         }
-        losses = run.read("layer_profile.json").get("losses")
-        loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
-        # `evaluate` may have taken other rows since.
-        if loss and not math.isclose(loss, losses[-1], rel_tol=3e-3):
-            found["evaluation"] = found["split"] = None
+        if not _is_of_profile(results, prefix, run.read("layer_profile.json")):
+            found["evaluation"] = None
+            found["split"] = None
     return found
+
+
+def _is_of_profile(results: Mapping[str, Any], prefix: str, profile: Mapping[str, Any]) -> bool:
+    """Whether metrics may be of the same rows as the layer profile, if there is one; `hf-descent evaluate` may have
+    taken other rows since."""
+    losses = profile.get("losses")
+    if not losses:
+        return True
+    loss = results.get(f"{prefix}_layer_loss_{len(losses)}")
+    return not loss or math.isclose(loss, losses[-1], rel_tol=3e-3)
 
 
 def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
@@ -194,12 +206,11 @@ def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
     shown = {}
     for name, kind in RESULTS.items():
         for result in run.results(kind, f"{name}*" if level else name):
-            if level is not None and getattr(result, "gamma", level) != level:
-                continue
-            shown[name] = _shown(result)
-            # Version 0.1 wrote no verdict; today's is of the same data.
-            if name == "layer_profile" and result.problem:
-                shown["verdict"] = _shown(result.certificate())
+            if level is None or getattr(result, "gamma", level) == level:
+                shown[name] = _shown(result)
+                # Version 0.1 wrote no verdict; today's is of the same data.
+                if name == "layer_profile" and result.problem:
+                    shown["verdict"] = _shown(result.certificate())
     return shown
 
 
@@ -211,10 +222,10 @@ def _with_newer(evaluation: Mapping[str, Any], curve: Mapping[str, Any]) -> dict
 
 
 def _check_benchmark(benchmark: Sequence[str], card: Mapping[str, Any], folder: Path) -> None:
-    metrics = metrics_of(card.get("evaluation") or {})
+    metrics = metrics_of(card.get("evaluation"))
     metric = benchmark[2]
     if metric not in metrics:
-        measured = ", ".join(metrics) or "no evaluation"
+        measured = ", ".join(metrics) if metrics else "no evaluation"
         raise ValueError(
             f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has."
         )
@@ -224,10 +235,12 @@ def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[
     """Draw what was measured of a run; the names of the files."""
     from ..evaluation.plots import plot_curves, plot_layers, save_figure
 
-    drawn = {"layers": plot_layers} if run.profiles else {}
-    is_noisy = run.curve is not None and max(run.curve.gammas) > 0
-    drawn |= {"noise": plot_curves} if is_noisy else {}
-    return [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
+    files = []
+    if run.profiles:
+        files += save_figure(plot_layers(groups), folder, "layers")
+    if run.curve is not None and max(run.curve.gammas) > 0:
+        files += save_figure(plot_curves(groups), folder, "noise")
+    return [file for file in files if file.endswith(".png")]
 
 
 def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
@@ -237,23 +250,19 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     card = collect(folder, **facts)
     folder = Path(folder)
     run = Run.load(str(folder), needs_curve=False)
-    groups = {card["model_name"]: [run]}
-    draws = is_installed("matplotlib") and not card["readout"]
-    card["figures"] = _save_figures(run, groups, folder) if draws else []
+    card["figures"] = []
+    if is_installed("matplotlib") and not card["readout"]:
+        card["figures"] = _save_figures(run, {card["model_name"]: [run]}, folder)
     # All texts are made before any is written, so that a card that fails leaves the old one.
     contents = {
         RunFolder.CARD: json.dumps(card, indent=2) + "\n",
         "README.md": str(render(card)),
+        **_optional_contents(card),
     }
-    if entry := benchmark_entry(card):
-        entries = eval_result_entries_to_yaml([entry])
-        contents[BENCHMARK_FILE] = yaml.safe_dump(entries, sort_keys=False)
-    drafts = card.get("speculation_profile", {}).get("draft_with")
-    if drafts and card["library_name"] != "peft":  # an adapter's repository holds no model
-        contents[DECODING_FILE] = DECODING.format(drafts=drafts)
-        contents[REQUIREMENTS_FILE] = "hf_descent\n"
-    for name in {*OPTIONAL_FILES} - contents.keys():
-        (folder / name).unlink(missing_ok=True)
+
+    for name in OPTIONAL_FILES:
+        if name not in contents:
+            (folder / name).unlink(missing_ok=True)
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
@@ -261,45 +270,65 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     return card
 
 
+def _optional_contents(card: Mapping[str, Any]) -> dict[str, str]:
+    """Those of `OPTIONAL_FILES` that a card asks for, with their texts."""
+    contents = {}
+    entry = benchmark_entry(card)
+    if entry is not None:
+        entries = eval_result_entries_to_yaml([entry])
+        contents[BENCHMARK_FILE] = yaml.safe_dump(entries, sort_keys=False)
+    drafts = card.get("speculation_profile", {}).get("draft_with")
+    if drafts and card["library_name"] != "peft":  # an adapter's repository holds no model
+        contents[DECODING_FILE] = DECODING.format(drafts=drafts)
+        contents[REQUIREMENTS_FILE] = "hf_descent\n"
+    return contents
+
+
 def _shown(result: Result) -> dict[str, Any]:
     """What a card shows of a result: its table, and the values that its text and the Hub's metadata need."""
     shown = {"text": str(result)}
     match result:
         case NoiseCurve():
-            values = {
-                name: value
-                for name, value in result.to_dict().items()
-                if not name.endswith("_radius")
+            values = result.to_dict()
+            shown["metric"] = result.metric
+            shown["values"] = {
+                name: value for name, value in values.items() if not name.endswith("_radius")
             }
-            shown |= {"metric": result.metric, "values": values}
         case LayerProfile():
             shown["gamma"] = result.gamma
         case Certificate():
-            shown |= {"gamma": result.gamma, "data_name": result.data_name, "items": result.items}
+            shown["gamma"] = result.gamma
+            shown["data_name"] = result.data_name
+            shown["items"] = result.items
             shown["last_loss"] = float(result.losses[-1])
+            shown["headline"] = result.headline
+            rows = zip(result.rows, result.reached, result.verdicts)
             shown["rows"] = [
                 {"name": name, "reached": float(reached), "verdict": verdict}
-                for name, reached, verdict in zip(result.rows, result.reached, result.verdicts)
+                for name, reached, verdict in rows
             ]
         case ExitProfile():
-            layer = result.cheapest()
-            shown["exit_layer"] = layer if layer < len(result.values) else None
+            shown["exit_layer"] = None
+            if result.cheapest() < len(result.values):
+                shown["exit_layer"] = result.cheapest()
         case SpeculationProfile():
-            shown["draft_with"] = (
-                result.best and f"{result.best}, {result.shortlist}, length={result.length}"
-            )
+            shown["draft_with"] = None
+            if result.best:
+                shown["draft_with"] = f"{result.best}, {result.shortlist}, length={result.length}"
     return shown
 
 
 def hub_id(name: str | None) -> str | None:
     """`name` if it may be an id on the Hub; `None` for a folder of this machine or of another."""
-    return (
-        name
-        if name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
-        else None
-    )
+    if not name or os.path.isdir(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return None
+    return name
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:
     """The names in `value` as a list; `None` without any, as `TrainingSummary` has for a data set in memory."""
-    return [value] if isinstance(value, str) else [item for item in value or [] if item] or None
+    if isinstance(value, str):
+        return [value]
+    if not value or not any(value):
+        return None
+    return [name for name in value if name]

@@ -1,4 +1,4 @@
-"""Renders a model card: metadata for the Hub, and tables and words for people."""
+"""Renders a model card: metadata for the Hub, and tables and text for people."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -42,25 +42,9 @@ TASKS = {
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 # Numbers of an evaluation that are no metrics of the whole model, or have a table of their own.
 NO_METRICS = (
-    "runtime",
-    "per_second",
-    "epoch",
-    "layer_",
-    "violation",
-    "feasible",
-    "@",
-    "ratio_",
-    "descent_share",
-)
-NO_METRICS += (
-    "largest_rise",
-    "num_",
-    "preparation_time",
-    "_radius",
-    "eval_samples",
-    "test_samples",
-    "_steps",
-)
+    "runtime", "per_second", "epoch", "layer_", "violation", "feasible", "@", "ratio_", "descent_share",
+    "largest_rise", "num_", "preparation_time", "_radius", "eval_samples", "test_samples", "_steps",
+)  # fmt: skip
 # Settings of the dual step, which acts in "descent" alone.
 DUAL_SETTINGS = (
     "dual_learning_rate", "dual_optim", "normalize_violations", "max_last_layer_rise", "dual_warmup_steps",
@@ -81,6 +65,13 @@ NEUTRAL = {
     "dual_warmup_steps": 0,
     "train_sampling_strategy": "random",
 }
+# Parts of a card for which an empty dict stands where they are missing.
+MAY_BE_MISSING = (
+    "descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile", "speculation_profile",
+    "verdict",
+)  # fmt: skip
+# Facts that the Hub's metadata take as they are.
+METADATA = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")
 ANSWERS = {
     "met": "**Yes, after layer {layer}.**",
     "not met": "**No, not after layer {layer}.**",
@@ -99,30 +90,24 @@ PEFT_TASKS = (
 def render(card: Mapping[str, Any]) -> ModelCard:
     """The model card of what [`~hub.facts.collect`] gathered: at least `model_name`, `architecture`, `objective`,
     `library_name` and `paper`. Results that are missing are left out."""
-    may_be_missing = (
-        "descent",
-        "evaluation",
-        "settings",
-        "versions",
-        "noise_curve",
-        "exit_profile",
-        "speculation_profile",
-    )
-    card = {**card, **{name: card.get(name) or {} for name in may_be_missing}}
+    empty = {name: {} for name in MAY_BE_MISSING}
+    card = empty | _known(card)
     auto_class, task = _task(card)
-    names = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")
-    metric = card["noise_curve"].get("metric")
-    data = ModelCardData(
-        eval_results=_eval_results(card, task) or None,
-        pipeline_tag=task,
-        metrics=[metric] if metric else None,
-        **{name: card.get(name) for name in names},
-    )
+    metadata = {name: card.get(name) for name in METADATA}
+    metadata["pipeline_tag"] = task
+    if "metric" in card["noise_curve"]:
+        metadata["metrics"] = [card["noise_curve"]["metric"]]
+    results = _eval_results(card, task)
+    if results:
+        metadata["eval_results"] = results
+
     metrics = _defined_metrics(card)
-    title = "metric" + (f", {card['split']} data" if card.get("split") else "")
+    title = "metric"
+    if "split" in card:
+        title += f", {card['split']} data"
     settings = {f"`{name}`": value for name, value in settings_that_acted(card["settings"]).items()}
     return ModelCard.from_template(
-        data,
+        ModelCardData(**metadata),
         template_path=str(TEMPLATE),
         card=card,
         usage=_usage(card, auto_class),
@@ -135,23 +120,29 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     )
 
 
+def _known(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts without those that are missing or empty."""
+    return {name: value for name, value in facts.items() if value not in (None, "", [], {})}
+
+
 def answers(card: Mapping[str, Any]) -> list[str]:
     """A sentence for each exit of the verdict, and one for all other rows."""
-    verdict = card.get("verdict") or {}
-    rows = verdict.get("rows") or []
-    targets = (card.get("settings") or {}).get("exit_targets") or {}
-    allowed = {int(layer): 100 * share for layer, share in targets.items()}
+    card = _known(card)
+    verdict = card.get("verdict", {})
+    targets = _known(card.get("settings", {})).get("exit_targets", {})
+    allowed = {f"exit_{layer}": 100 * share for layer, share in targets.items()}
     sentences = []
     others = []
-    for row in rows:
-        layer = int(row["name"].rpartition("_")[2])
-        if not row["name"].startswith("exit_") or layer not in allowed:
+    for row in verdict.get("rows", []):
+        if row["name"] not in allowed:
             others.append(row["verdict"])
             continue
+        layer = row["name"].removeprefix("exit_")
         rise = 100 * (row["reached"] / verdict["last_loss"] - 1)
+        side = "above" if rise > 0 else "below"
         sentences.append(
-            f"{ANSWERS[row['verdict']].format(layer=layer)} Its loss is {abs(rise):.1f} % "
-            f"{'above' if rise > 0 else 'below'} the last layer's; {allowed[layer]:g} % above was allowed."
+            f"{ANSWERS[row['verdict']].format(layer=layer)} Its loss is {abs(rise):.1f} % {side} the last layer's; "
+            f"{allowed[row['name']]:g} % above was allowed."
         )
     if others:
         sentences.append(
@@ -162,68 +153,93 @@ def answers(card: Mapping[str, Any]) -> list[str]:
 
 def settings_that_acted(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings without those that a run with the others does not read, or that are off."""
-    known = {name: value for name, value in settings.items() if value is not None}
-    objective = known.get("objective", "erm")
-    has_targets = bool(known.get("exit_targets") or known.get("loss_targets"))
-    rows = known.get("descent_alpha", "targets" if has_targets else "line")
-    compares_layers = rows != "targets"
-
+    known = _known(settings)
     silent = {name for name, neutral in NEUTRAL.items() if known.get(name) == neutral}
-    if objective in UNCONSTRAINED:
-        silent |= {"descent_strength", "constrained_layers", "initial_loss_bound", "target_margin"}
-        silent |= {"readout_token_fraction"} if objective == "erm" else set()
-    if objective != "descent":
-        silent |= {*DUAL_SETTINGS}
-    if objective not in ("deep_supervision", "layerskip", "hinge", "quadratic"):
-        silent.add("penalty_coefficient")
-    if not compares_layers:
-        silent.add("descent_strength")
-    if not has_targets:
-        silent.add("target_margin")
-    if rows in ("line", "auto", "targets"):
-        silent.add("negative_weights")
-    if not known.get("resilience"):
-        silent |= {"resilience_form", "slack_learning_rate", "slack_restart"}
-    elif known.get("resilience_form") != "slack":
-        silent |= {"slack_learning_rate", "slack_restart"}
+    silent |= _silent_by_objective(known.get("objective", "erm"))
+    silent |= _silent_by_constraints(known)
     if known.get("max_steps", -1) > 0:
         silent.add("num_train_epochs")
     return {name: value for name, value in known.items() if name not in silent}
 
 
-def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
+def _silent_by_objective(objective: str) -> set[str]:
+    """Settings that this objective does not read."""
+    silent = set()
+    if objective in UNCONSTRAINED:
+        silent |= {"descent_strength", "constrained_layers", "initial_loss_bound", "target_margin"}
+    if objective == "erm":
+        silent.add("readout_token_fraction")
+    if objective != "descent":
+        silent.update(DUAL_SETTINGS)
+    if objective not in ("deep_supervision", "layerskip", "hinge", "quadratic"):
+        silent.add("penalty_coefficient")
+    return silent
+
+
+def _silent_by_constraints(settings: Mapping[str, Any]) -> set[str]:
+    """Settings that the constraints of a run do not read."""
+    silent = set()
+    has_targets = bool(settings.get("exit_targets") or settings.get("loss_targets"))
+    rows = settings.get("descent_alpha", "targets" if has_targets else "line")
+    if rows == "targets":
+        silent.add("descent_strength")
+    if not has_targets:
+        silent.add("target_margin")
+    if rows in ("line", "auto", "targets"):
+        silent.add("negative_weights")
+    if not settings.get("resilience"):
+        silent.add("resilience_form")
+    if not settings.get("resilience") or settings.get("resilience_form") != "slack":
+        silent |= {"slack_learning_rate", "slack_restart"}
+    return silent
+
+
+def metrics_of(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
     """The metrics among the numbers of an evaluation, without their prefix (`eval_`, `test_`)."""
-    return {
-        name.split("_", 1)[1]: float(value)
-        for name, value in evaluation.items()
-        if "_" in name
-        and isinstance(value, int | float)
-        and math.isfinite(value)
-        and not any(word in name for word in NO_METRICS)
-    }
+    metrics = {}
+    if not evaluation:
+        return metrics
+    for name, value in evaluation.items():
+        _, _, metric = name.partition("_")
+        is_number = isinstance(value, int | float) and math.isfinite(value)
+        if metric and is_number and not any(word in name for word in NO_METRICS):
+            metrics[metric] = float(value)
+    return metrics
 
 
 def benchmark_entry(card: Mapping[str, Any]) -> EvalResultEntry | None:
     """The result for the leaderboard of the card's `benchmark` (dataset, task, metric) on the Hub; `None` where the
     card names none, or its metric was not measured. What tasks there are, and by which metric, the Hub alone knows."""
-    dataset, task, metric = card.get("benchmark") or (None, None, None)
-    if (value := metrics_of(card.get("evaluation") or {}).get(metric)) is None:
+    card = _known(card)
+    if "benchmark" not in card:
+        return None
+    dataset, task, metric = card["benchmark"]
+    value = metrics_of(card.get("evaluation")).get(metric)
+    if value is None:
         return None
     entry = EvalResultEntry(dataset, task, value, date=card.get("evaluated"))
-    entry.notes = ", ".join(filter(None, [metric, card.get("split")]))
-    if card.get("repo_id"):
-        entry.source_url, entry.source_name = f"{ENDPOINT}/{card['repo_id']}", "Model card"
+    entry.notes = metric
+    if "split" in card:
+        entry.notes += f", {card['split']}"
+    if "repo_id" in card:
+        entry.source_url = f"{ENDPOINT}/{card['repo_id']}"
+        entry.source_name = "Model card"
     return entry
 
 
 def _task(card) -> tuple[str | None, str | None]:
     """The auto class that loads the model, and its task on the Hub."""
-    for ending, (auto_class, task) in TASKS.items():
-        # Names of speech and vision models end as that of T5.
-        other = ending == "ForConditionalGeneration" and card["architecture"] not in SEQ_TO_SEQ
-        if card["architecture"].endswith(ending) and not other:
-            return auto_class, card.get("pipeline_tag") or task
-    return None, card.get("pipeline_tag")
+    architecture = card["architecture"]
+    auto_class = None
+    task = None
+    for ending, known in TASKS.items():
+        if architecture.endswith(ending):
+            auto_class, task = known
+    # Names of speech and vision models end as that of T5.
+    if architecture.endswith("ForConditionalGeneration") and architecture not in SEQ_TO_SEQ:
+        auto_class = None
+        task = None
+    return auto_class, card.get("pipeline_tag", task)
 
 
 def _noise_levels(card) -> dict[str, float]:
@@ -241,65 +257,82 @@ def _defined_metrics(card) -> dict[str, float]:
 
 def _eval_results(card, task) -> list[EvalResult]:
     """One entry for each metric, and for each level of noise above 0; only finite numbers, of four digits."""
-    data = card.get("test_data") or next(iter(card.get("datasets") or []), None)
-    levels = {
-        name: value for name, value in _noise_levels(card).items() if float(name.split("@")[1])
-    }
+    names = [card["test_data"]] if "test_data" in card else card.get("datasets", [])
+    numbers = _defined_metrics(card)
+    for name, value in _noise_levels(card).items():
+        if float(name.split("@")[1]):
+            numbers[name] = value
+
     return [
         EvalResult(
-            task_type=task or "other",
-            dataset_type=data or "unknown",
-            dataset_name=data or "held-out data",
+            task_type="other" if task is None else task,
+            dataset_type=[*names, "unknown"][0],
+            dataset_name=[*names, "held-out data"][0],
             dataset_split=card.get("split"),
             metric_type=name.split("@")[0],
             metric_name=name.replace("@", " with input noise of level "),
             metric_value=float(f"{value:.4g}"),
         )
-        for name, value in (_defined_metrics(card) | levels).items()
+        for name, value in numbers.items()
         if value is not None and math.isfinite(value)
     ]
 
 
 def _usage(card, auto_class) -> str:
     """The code that loads the model."""
-    name, architecture, descent = (
-        card.get("repo_id") or card["model_name"],
-        card["architecture"],
-        card["descent"],
-    )
-    own, adapted = card.get("needs_package"), card["library_name"] == "peft"
+    name = card.get("repo_id", card["model_name"])
+    is_own = bool(card.get("needs_package"))
+    is_adapter = card["library_name"] == "peft"
     # An adapter is saved without the config of its base.
-    labels = f", num_labels={descent['num_labels']}" if adapted and "num_labels" in descent else ""
-    if adapted and own:
-        imports = {"hf_descent.models": [architecture], "peft": ["PeftModel"]}
-        encoder = f'"{card.get("base_model") or "ENCODER"}", "{descent.get("pooling")}"{labels}'
-        lines = [f"base = {architecture}.from_encoder({encoder})"]
-        lines += [f'model = PeftModel.from_pretrained(base, "{name}")']
+    labels = ""
+    if is_adapter and "num_labels" in card["descent"]:
+        labels = f", num_labels={card['descent']['num_labels']}"
+
+    if is_adapter and is_own:
+        imports = {"hf_descent.models": [card["architecture"]], "peft": ["PeftModel"]}
+        lines = _lines_of_own_adapter(card, name, labels)
     else:
-        module, class_name = "transformers", auto_class
-        if adapted:
-            kind = (auto_class or "").removeprefix("AutoModelFor")
-            module, class_name = (
-                "peft",
-                f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel",
-            )
-        elif auto_class is None:
-            module, class_name = "hf_descent.models" if own else module, architecture
+        module, class_name = _class_to_load(card, auto_class)
         imports = {module: [class_name]}
         lines = [f'model = {class_name}.from_pretrained("{name}"{labels})']
     if card.get("has_tokenizer"):
         imports.setdefault("transformers", []).append("AutoTokenizer")
         lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
+
     head = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
-    if own and "hf_descent.models" not in imports:
+    if is_own and "hf_descent.models" not in imports:
         head.insert(0, "import hf_descent.models  # registers the architecture")
     return "\n".join([*head, "", *lines])
+
+
+def _lines_of_own_adapter(card, name: str, labels: str) -> list[str]:
+    """The code that loads an adapter of an architecture of this package."""
+    base = card.get("base_model", "ENCODER")
+    encoder = f'"{base}", "{card["descent"].get("pooling")}"{labels}'
+    return [
+        f"base = {card['architecture']}.from_encoder({encoder})",
+        f'model = PeftModel.from_pretrained(base, "{name}")',
+    ]
+
+
+def _class_to_load(card, auto_class: str | None) -> tuple[str, str]:
+    """Module and name of the class that loads the model."""
+    if card["library_name"] == "peft":
+        of_peft = {f"AutoModelFor{task}": f"AutoPeftModelFor{task}" for task in PEFT_TASKS}
+        return "peft", of_peft.get(auto_class, "AutoPeftModel")
+    if auto_class is not None:
+        return "transformers", auto_class
+    if card.get("needs_package"):
+        return "hf_descent.models", card["architecture"]
+    return "transformers", card["architecture"]
 
 
 def _table(columns: Mapping[str, Iterable[Any]]) -> str:
     """A markdown table of columns by their headers; empty without rows."""
     rows = list(zip(*columns.values()))
-    lines = [columns, ["---"] * len(columns), *rows] if rows else []
+    if not rows:
+        return ""
+    lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 

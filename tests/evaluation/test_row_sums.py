@@ -21,7 +21,6 @@ def test_rows_are_kept_whatever_the_batch_size_and_those_without_items_left_out(
         sums, whole_batches, _ = read(rows, size).gathered(False)
         np.testing.assert_array_equal(sums, rows[rows[:, -1] > 0])
         assert whole_batches == 0
-    np.testing.assert_allclose(read(rows, 7).total(), rows.sum(0))
 
 
 def test_more_rows_are_added_up_in_groups_which_keep_means_and_their_error(monkeypatch):
@@ -43,7 +42,8 @@ def test_rows_of_several_processes_are_joined(monkeypatch):
     parts = [read(rows[:30], 8), read(rows[30:], 8), RowSums()]
 
     def gather(mine):
-        return [(part._array(), part.read, part.groups, 1, []) for part in parts]
+        # A process without a batch does not know the number of layers.
+        return [(row_sums._joined(part.parts), 1, []) for part in parts]
 
     monkeypatch.setattr(row_sums, "gather_object", gather)
     sums, whole_batches, _ = parts[0].gathered()
@@ -52,8 +52,7 @@ def test_rows_of_several_processes_are_joined(monkeypatch):
     monkeypatch.setattr(row_sums, "MOST_ROWS", 40)
     sums, *_ = parts[0].gathered()
     np.testing.assert_allclose(sums.sum(0), rows.sum(0))
-    # Rows of two processes that have the same number there are in no group together.
-    assert len(sums) > 40
+    assert 40 < len(sums) < 50
 
 
 def test_an_earlier_reading_of_some_batches_is_put_beside_their_rows():

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,42 +37,69 @@ def results_of(card):
     return {result.metric_name: result.metric_value for result in card.data.eval_results}
 
 
-def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
-    trainer = trained(tmp_path / "run", eval_gammas=[0, 0.5, 2])
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained and evaluated run with its card."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    trainer = trained(folder, eval_gammas=[0, 0.5, 2])
     curve = trainer.evaluate_robustness()
-    profile, metrics = trainer.evaluate_layers(), trainer.evaluate()
+    profile = trainer.evaluate_layers()
+    metrics = trainer.evaluate()
     trainer.create_model_card(dataset="stanfordnlp/imdb", license="mit", language="en", tags="mine")
-    card, text = read(tmp_path / "run")
-    assert (card.data.license, card.data.language) == ("mit", "en")
-    assert card.data.to_dict()["library_name"] == "transformers"
-    assert (
-        card.data.datasets == ["stanfordnlp/imdb"]
-        and card.data.pipeline_tag == "text-classification"
+    card, text = read(folder)
+    return SimpleNamespace(
+        folder=folder,
+        trainer=trainer,
+        curve=curve,
+        profile=profile,
+        metrics=metrics,
+        card=card,
+        text=text,
+        verdict=Certificate.from_json(folder / "verdict.json"),
     )
-    assert {"mine", "hf_descent", "descent"} <= set(card.data.tags)
-    found = results_of(card)
-    for gamma, mean in zip(("0.5", "2"), curve.mean[1:]):
+
+
+def test_the_metadata_of_a_card_are_those_of_the_run(run):
+    data = run.card.data
+    assert (data.license, data.language) == ("mit", "en")
+    assert data.to_dict()["library_name"] == "transformers"
+    assert data.datasets == ["stanfordnlp/imdb"]
+    assert data.pipeline_tag == "text-classification"
+    assert {"mine", "hf_descent", "descent"} <= set(data.tags)
+
+
+def test_the_results_of_a_card_have_names_that_can_be_looked_up_and_four_digits(run):
+    results = results_of(run.card)
+    for gamma, mean in zip(("0.5", "2"), run.curve.mean[1:]):
         name = f"accuracy with input noise of level {gamma}"
-        assert found[name] == pytest.approx(mean, rel=1e-3)
-    assert not any("auc" in name for name in found)  # which a reader of the Hub cannot look up
-    assert found["loss"] == pytest.approx(metrics["eval_loss"], rel=1e-3)
-    assert all(value == float(f"{value:.4g}") for value in found.values())
-    verdict = Certificate.from_json(tmp_path / "run" / "verdict.json")
-    assert str(verdict) in text.split("## Load it")[0]
-    assert "0 of 3 layers do what was asked of them" in text  # 16 rows are too few
-    assert verdict.multipliers == trainer.multipliers.values.tolist()
-    assert str(profile) in text and str(curve) in text
-    assert (
-        "| `descent_alpha` | 0.3 |" in text
-        and "| `learning_rate` | 0.01 |" in text
-        and "2601.17257" in text
-    )
-    assert (
-        'AutoModelForSequenceClassification.from_pretrained("run")' in text
-        and "AutoTokenizer" in text
-    )
+        assert results[name] == pytest.approx(mean, rel=1e-3)
+    assert not any("auc" in name for name in results)
+    assert results["loss"] == pytest.approx(run.metrics["eval_loss"], rel=1e-3)
+    assert all(value == float(f"{value:.4g}") for value in results.values())
+
+
+def test_a_card_begins_with_the_verdict(run):
+    beginning = run.text.split("## Load it")[0]
+    assert f"**{run.verdict.headline}**\n\n- 0 of 3 layers" in beginning  # 16 rows are too few
+    assert str(run.verdict) in beginning
+    assert run.verdict.headline == "VERDICT: NOT SHOWN, price unknown"
+    assert run.verdict.multipliers == run.trainer.multipliers.values.tolist()
+
+
+def test_a_card_shows_what_was_measured_with_figures(run):
+    assert str(run.profile) in run.text
+    assert str(run.curve) in run.text
     for name in ("noise", "layers"):
-        assert f"({name}.png)" in text and (tmp_path / "run" / f"{name}.svg").is_file()
+        assert f"({name}.png)" in run.text
+        assert (run.folder / f"{name}.svg").is_file()
+
+
+def test_a_card_says_how_the_model_was_trained_and_is_loaded(run):
+    assert "| `descent_alpha` | 0.3 |" in run.text
+    assert "| `learning_rate` | 0.01 |" in run.text
+    assert "2601.17257" in run.text
+    assert 'AutoModelForSequenceClassification.from_pretrained("run")' in run.text
+    assert "AutoTokenizer" in run.text
 
 
 def test_the_command_adds_what_was_measured_later_and_keeps_what_was_said(tmp_path):

@@ -415,7 +415,8 @@ class DescentState:
             return {}
         losses = rows.mean(0)  # [layers]
         problem = DescentProblem(**self.problem.state_dict())
-        learned = is_below(rows[:, -1], AT_CHANCE * problem.chance)
+        limit = AT_CHANCE * problem.chance
+        learned = is_below(rows[:, -1], limit)
         data = "training batches" if self.held_out is None else "readings of held-out rows"
         text = self._table(problem, losses, learned)
         if problem.feasible(losses) and learned:
@@ -428,9 +429,11 @@ class DescentState:
                 f"Ask for less ({self._less()}), or train longer."
             )
         elif self.args.objective == "descent":
+            advice = "Train longer, or raise `learning_rate`."
+            if losses[-1] < limit:
+                advice = "These steps are too few to tell."
             logger.warning(
-                f"On the last {len(rows)} {data} f_L is not clearly below chance:\n{text}\n"
-                "Train longer, or raise `learning_rate`."
+                f"On the last {len(rows)} {data} f_L is not clearly below chance:\n{text}\n{advice}"
             )
         return {"train_max_violation": problem.max_violation(losses).item()}
 

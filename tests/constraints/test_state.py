@@ -232,6 +232,8 @@ def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
         is_too_few = len(steps) <= 5  # to say that f_L is below chance
         told = "f_L is not clearly below chance" if is_too_few else "NOT every row"
         assert f"On the last {len(steps)} {data} {told}" in caplog.text
+        advice = caplog.records[-1].message.splitlines()[-1]
+        assert (advice == "These steps are too few to tell.") == is_too_few
         assert f"bound_2: 0.5, {reached:.4g}, 0," in caplog.text
         resumed = DescentState(args, 3, 400, 0, held_out=Rows() if held_out else None)
         resumed.load_state_dict(*state.state_dict())

@@ -3,6 +3,7 @@
 import datetime
 import json
 from decimal import Decimal
+from itertools import product
 
 import numpy as np
 import pyarrow
@@ -36,9 +37,12 @@ def write(path, labels, kind=None):
 
 
 def load(train, test=None):
-    return load_text_classification(
-        DataArguments(train_file=train, validation_file=train, test_file=test or train)
-    )
+    """The splits "train" and "test", of one file unless two are given."""
+    if test is not None:
+        args = DataArguments(train_file=train, validation_file=train, test_file=test)
+        return load_text_classification(args)
+    splits = load_text_classification(DataArguments(train_file=train, validation_file=train))
+    return {"train": splits["train"], "test": splits["validation"]}
 
 
 def classes_of(rows):
@@ -66,11 +70,19 @@ def classes_of(rows):
         (["pos ", " neg", "pos"], ["neg", "pos"], ["pos", "neg", "pos"]),
     ],
 )
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_texts_become_numbers_only_where_all_are(tmp_path, suffix, labels, names, expected):
-    rows = load(write(tmp_path / f"rows{suffix}", labels))["test"]
-    assert rows.features["labels"].names == names
-    assert classes_of(rows) == (expected or labels)
+def test_texts_become_numbers_only_where_all_are_in_files_of_any_kind(
+    tmp_path, labels, names, expected
+):
+    splits = load_text_classification(
+        DataArguments(
+            train_file=write(tmp_path / "rows.csv", labels),
+            validation_file=write(tmp_path / "rows.jsonl", labels),
+            test_file=write(tmp_path / "rows.parquet", labels),
+        )
+    )
+    for rows in splits.values():
+        assert rows.features["labels"].names == names
+        assert classes_of(rows) == (expected or labels)
 
 
 def test_a_late_label_does_not_change_the_early_ones(tmp_path):
@@ -171,7 +183,7 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
     assert sorted(splits["test"]["text"]) == ["t0", "t2"]
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     reports = [message for message in warnings if "labelled training rows have" not in message]
-    for split, message in zip(("train", "validation", "test"), reports, strict=True):
+    for split, message in zip(("train", "validation"), reports, strict=True):
         assert f"Dropped 2 of the 4 {split} rows: they are without `label` ({report})" in message
 
 
@@ -221,7 +233,7 @@ def test_many_classes_are_listed_in_short(tmp_path, caplog):
 def test_a_blank_csv_label_is_missing(tmp_path, caplog, blank):
     splits = load(write(tmp_path / "rows.csv", ["1", blank, "0"]))
     assert classes_of(splits["test"]) == ["1", "0"]
-    assert "Dropped 1 of the 3 test rows" in caplog.text
+    assert "Dropped 1 of the 3 validation rows" in caplog.text
 
 
 def test_many_dropped_rows_are_named_in_short(tmp_path, caplog):
@@ -229,8 +241,14 @@ def test_many_dropped_rows_are_named_in_short(tmp_path, caplog):
     assert "(blank: 7; rows 3, 4, 5, 6, 7 and 2 more)" in caplog.text
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("mark", [-1, -100, -1.0, -100.0, "-1", "-1.0", "-100", "-1e0", "-01"])
+@pytest.mark.parametrize(
+    ("suffix", "mark"),
+    [
+        *product([".jsonl", ".parquet"], [-1, -100, -1.0, -100.0]),
+        *product([".csv"], ["-1", "-1.0", "-100", "-1e0", "-01"]),
+        (".jsonl", "-1"),
+    ],
+)
 def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
     others = {int: [0, 1], float: [0.0, 1.0], str: ["neg", "pos"]}[type(mark)]
     with pytest.raises(ValueError, match=r"train split holds .*-0?1.* \(row 2\), which may mean"):

@@ -13,6 +13,7 @@ Statistical Society B 54: 221-228.
 """
 
 from collections.abc import Callable
+from statistics import NormalDist
 
 import numpy as np
 
@@ -68,6 +69,19 @@ def confidence_limits(
     check_confidence(confidence)
     one_sided = (1 + confidence) / 2
     return -_upper_limit(-rows, one_sided, least_rows), _upper_limit(rows, one_sided, least_rows)
+
+
+def proportion_radii(shares: np.ndarray, count: int, confidence: float = 0.95) -> np.ndarray:
+    """Half-widths of the intervals of `shares`, each of `count` independent rows: the longer side of Wilson's.
+
+    Source: Wilson (1927), Journal of the American Statistical Association 22: 209-212.
+    """
+    check_confidence(confidence)
+    quantile = NormalDist().inv_cdf((1 + confidence) / 2)
+    weight = quantile**2 / count
+    center = (shares + weight / 2) / (1 + weight)
+    half_width = np.sqrt(weight * (shares * (1 - shares) + weight / 4)) / (1 + weight)
+    return half_width + np.abs(center - shares)
 
 
 def _upper_limit(rows: np.ndarray, confidence: float, least_rows: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
 from .certificates import LEAST_BLOCKS, Certificate, certify, half_widths
-from .intervals import LEAST_ROWS
+from .intervals import LEAST_ROWS, proportion_radii
 from .price import Reference, on_same_rows
 from .row_sums import RowSums, rounded
 from .scoring import Evaluation, Result, format_table, metric_value, name_of, noisy
@@ -36,7 +36,7 @@ class LayerProfile(Result):
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
         blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
-            blocks of the data, the source of the intervals of the metric.
+            blocks of the data, the source of the intervals of the metric, unless it is a share of the rows.
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
@@ -120,9 +120,18 @@ class LayerProfile(Result):
         line = DescentProblem("line", self.chance, depth, chance_loss=self.chance)
         return replace(self, problem=line.state_dict()).certificate().descent_share
 
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether the metric is the share of rows that are right, so that its interval needs no blocks."""
+        if self.metric != "accuracy" or self.row_sums is None or self.blocks is None:
+            return False
+        return self.blocks[:, -1, 1].sum() == len(self.row_sums) and self.whole_batches == 0
+
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
         the noise; not a number where there is too little data."""
+        if name == "values" and self._counts_rows:
+            return proportion_radii(self.values, len(self.row_sums), confidence)
         if name == "values":
             statistic = partial(metric_value, self.metric, self.scale)
             return np.broadcast_to(radius(statistic, self.blocks, confidence), self.losses.shape)

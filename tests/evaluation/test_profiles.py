@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from tiny import bert, classification_data, config, trained, truncated
 
 from hf_descent import DescentProblem
@@ -45,6 +46,19 @@ def test_the_rmse_of_layers_and_its_interval_have_the_scale_of_the_metric():
     )
     np.testing.assert_allclose(scaled.values, 255 * np.sqrt(plain.losses), rtol=1e-5)
     np.testing.assert_allclose(scaled.radius("values"), 255 * plain.radius("values"))
+
+
+def test_the_interval_of_the_accuracy_depends_neither_on_the_order_nor_on_batches():
+    """In this order each batch has one row of each class, and a constant prediction is right for one of them."""
+    data = [{**row, "labels": index % 3} for index, row in enumerate(classification_data(90))]
+    model = bert()
+    model.classifier.weight.data.zero_()
+    shuffled = [data[index] for index in np.random.default_rng(0).permutation(90)]
+    expected = stats.binomtest(30, 90).proportion_ci(method="wilson")
+    for rows, batch_size in ((data, 3), (data, 90), (shuffled, 3)):
+        profile = layer_profile(model, rows, batch_size=batch_size)
+        assert profile.values.tolist() == [1 / 3] * 3
+        np.testing.assert_allclose(profile.radius("values"), expected.high - 1 / 3)
 
 
 def test_problem_gives_violations_and_feasibility():

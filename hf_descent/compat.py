@@ -74,6 +74,10 @@ PRIVATE_NAMES = {
         "_is_accelerate_prepared": "an evaluation marks a bare model so, and DDP would not wrap it",
         "_models": "whether a model was prepared already",
     },
+    "datasets.arrow_dataset": {
+        "_fingerprint": "whether two data sets were made from the same by the same steps",
+        "_indices": "which rows of its table a data set has, and in which order",
+    },
     "peft.tuners.tuners_utils": {"_disable_adapters": "whether the adapters of a layer are on"},
     "torch.nn.modules.module": {
         "_buffers": "a module's own, to be put back after a conversion",

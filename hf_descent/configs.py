@@ -48,7 +48,6 @@ LIMITS = {
     **dict.fromkeys(("dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)),
     **dict.fromkeys(("readout_token_fraction", "descent_strength"), (SMALLEST, 1.0)),
     "target_margin": (0.0, 0.5),
-    "dual_holdout": (SMALLEST, 0.5),
 }
 # Where not given: with rows that compare layers, and for targets alone, by measurement (docs/results.md).
 DUAL_DEFAULTS = {
@@ -137,9 +136,7 @@ class DescentArguments:
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. Where not given 0.25, for targets
         alone 0. The paper's video runs use one epoch.
     dual_holdout (`float`, *optional*):
-        Share of the training rows (200 or more, at most half) that "descent" holds out to move the multipliers on,
-        since constraints are easily met on rows that the weights fit. Once in 8 steps this costs forward passes,
-        without dropout, on as many rows as a step takes. Evaluate on others. All rows train the model where not given.
+        No longer an option, and accepted only as `None`: give the trainer a `dual_dataset`.
     resilience (`float`, *optional*, defaults to `0.0`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
         multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.
@@ -309,6 +306,11 @@ class DescentArguments:
                     f"`{name}` is {value}; give a number between {least:g} and {most:g}."
                 )
         self._check_last_layer_rise()
+        if self.dual_holdout is not None:
+            raise ValueError(
+                f"`dual_holdout` is {self.dual_holdout}, which is no longer an option: hold rows out of your training "
+                "data, and give them to the trainer as `dual_dataset=`."
+            )
         rotation = self.layerskip_rotation
         if not (rotation is None or (isinstance(rotation, int) and rotation >= 1)):
             raise ValueError(

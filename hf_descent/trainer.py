@@ -31,7 +31,6 @@ from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
 from .models import give_linear_readout
 from .readout.stack import unwrapped
-from .readout.tape import assigned
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
@@ -308,8 +307,15 @@ class DescentMixin:
             return super().predict(test_dataset, *args, **kwargs)
 
     def _evaluation_of(self, dataset) -> Evaluation:
-        overlaps_training = holdout.is_of_training(self, dataset, self._run.record)
-        return Evaluation(name_of_set(self, dataset), overlaps_training)
+        return Evaluation(name_of_set(self, dataset), self._overlaps_training(dataset))
+
+    def _overlaps_training(self, dataset) -> bool:
+        """Whether an evaluation is known to be on rows that trained the model, or chose its checkpoint or settings."""
+        run = self._run
+        known = holdout.rows_known_to_training(
+            self, self._dual_dataset, run.has_started, run.record.searched
+        )
+        return holdout.overlaps_training(self, dataset, known)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         loop = partial(super().evaluation_loop, dataloader, description, *args, **kwargs)
@@ -443,14 +449,15 @@ class DescentMixin:
         elif self.args.world_size == 1:
             settings["readings"] = references.of_process(name_of_set(self, eval_dataset), self)
         settings.update(kwargs)
-        profile = layer_profile(model, self._held_out(eval_dataset), **settings)
+        rows = self._held_out(eval_dataset)
+        profile = layer_profile(model, rows, **settings)
         if not (has_noise or profile.references):
             profile.references = references.of_other_data()
 
         if self._run.judge is None and "problem" not in kwargs:
             self._run.judge_profile(self, profile)
         if profile.problem is not None:
-            overlaps_training = holdout.is_of_training(self, eval_dataset, self._run.record)
+            overlaps_training = self._overlaps_training(rows)
             evaluation.add_facts(profile, self._run.judge, overlaps_training, self.args)
         self._run.record.keep_profile(profile)
         return profile
@@ -459,11 +466,6 @@ class DescentMixin:
         return evaluation.chosen_dataset(self.eval_dataset, dataset)
 
     # ---- a run and its checkpoints ----
-
-    def get_train_dataloader(self):
-        rows, _ = holdout.split(self.train_dataset, self.args)
-        with assigned([(self, "train_dataset")], rows):
-            return super().get_train_dataloader()
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
@@ -505,12 +507,10 @@ class DescentMixin:
         checks.check_best_metric(self)
         checks.report_own_averages(self.args)
         if self._reads_layers:
-            row_keys = checks.check_data(self, self._readout, self._dual_dataset)
-        else:
-            row_keys = holdout.check_parts(self, dual_dataset=None)
+            checks.check_data(self, self._readout, self._dual_dataset)
         checkpoint = kwargs.get("resume_from_checkpoint")
         searched = self._run.record.searched or "searched" in self.command
-        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched, **row_keys))
+        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched))
         preparation.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
@@ -619,7 +619,9 @@ class DescentTrainer(DescentMixin, Trainer):
             `num_items_in_batch` (`reduction="sum"`) does not.
         dual_dataset (*optional*, keyword only):
             200 or more rows, as `train_dataset` has them after its preparation, that "descent" moves the multipliers
-            on in place of the training rows, as `dual_holdout` says. They should be in no other part of the data.
+            on in place of the training rows: constraints are easily met on rows that the weights fit. Once in 8 steps
+            this costs forward passes, without dropout, on as many rows as a step takes. The rows should be in no other
+            part of the data: `dataset.train_test_split(0.05)` makes such parts.
 
     ValueError, when the trainer is made or on the first batch of training or evaluation, for a model, a loss or a
     setting with which layers cannot be constrained; TypeError where `layer_loss_fn` returns anything but a

@@ -33,7 +33,7 @@ from hf_descent import (
 )
 
 
-ROWS = 400  # half of them can be held out: 200 is the least
+ROWS = 400  # of which the second half can move the multipliers: 200 is the least
 PAPER = {"descent_alpha": 0.3, "initial_loss_bound": 1.0, "negative_weights": "keep"}
 LINE = {"descent_alpha": None, "initial_loss_bound": "auto", "dual_warmup_steps": 2}
 CLASSIFIERS = {
@@ -55,7 +55,6 @@ CLASSIFIERS = {
     "accumulation": LINE | {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "erm, accumulation": {"objective": "erm", "gradient_accumulation_steps": 4},
     "noise": LINE | {"noise_gamma": [0.2, 0.8]},
-    "held-out rows": LINE | {"dual_holdout": 0.5, "max_steps": 17},
     "bf16": LINE | {"bf16": True},
     "checkpointing": LINE | {"gradient_checkpointing": True},
     "label smoothing": PAPER | {"label_smoothing_factor": 0.1},
@@ -84,6 +83,8 @@ def arguments(folder: str, given: dict) -> DescentConfig:
 
 def classifier(folder: str, given: dict, **keywords) -> DescentTrainer:
     data = tiny.classification_data(ROWS)
+    if "dual_dataset" in keywords:
+        data = data[: ROWS // 2]
     model = tiny.bert(dropout=0.1)
     return DescentTrainer(
         model, arguments(folder, given), train_dataset=data, eval_dataset=data[:40], **keywords
@@ -123,6 +124,13 @@ def cases() -> Iterator[tuple[str, Callable, dict, dict]]:
     for name, given in CLASSIFIERS.items():
         yield f"classifier: {name}", classifier, given, {}
     yield "classifier: readout", classifier, LINE, {"readout": "mean"}
+    held_out = tiny.classification_data(ROWS)[ROWS // 2 :]
+    yield (
+        "classifier: held-out rows",
+        classifier,
+        LINE | {"max_steps": 17},
+        {"dual_dataset": held_out},
+    )
     for name, given in LANGUAGE_MODELS.items():
         yield f"language model: {name}", language_model, given, {}
     yield "language model: GPT-2", shifted_language_model, LINE, {}

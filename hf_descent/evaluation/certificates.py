@@ -55,8 +55,8 @@ class Certificate(Result):
         multipliers (`list[float]`, *optional*): of each row, in the training.
         warmup_share (`float`, *optional*): the descent share after warm-up, on the rows that move the multipliers.
         items (`int`, *optional*): labelled rows, tokens or numbers of the data.
-        also_selected (`bool`): whether training was fitted to over 1 % of this data, or may have chosen its checkpoint
-            or settings by it: the confidence is then less than it says.
+        also_selected (`bool`): whether training is known to have fitted rows of this data, or may have chosen its
+            checkpoint or settings by it: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
         reasons (`list[str]`, *optional*): why each row is not met, in words; empty where it is.

@@ -230,12 +230,10 @@ def _training_summary(
         "arguments": training_arguments(args),
         "training_started": record.started,
     }
-    holds_out = args.dual_holdout is not None
     if has_length(trainer.train_dataset):
-        held_out = dual.get("dual_rows", 0) if holds_out else 0
-        summary["train_rows"] = len(trainer.train_dataset) - held_out
+        summary["train_rows"] = len(trainer.train_dataset)
     if "dual_rows" in dual:
-        summary["dual_source"] = "dual_holdout" if holds_out else "dual_dataset"
+        summary["dual_source"] = "dual_dataset"
     sets = evaluation_sets(trainer).values()
     chooses = record.searched or args.eval_strategy != "no"
     if chooses and all(map(has_length, sets)):

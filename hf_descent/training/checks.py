@@ -19,7 +19,7 @@ from ..logs import get_logger
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, output_logits, probing
 from ..readout.stack import inner_model
-from .holdout import check_parts
+from .holdout import check_dual_dataset
 from .records import evaluation_sets
 
 
@@ -152,9 +152,8 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def check_data(trainer: Trainer, readout, dual_dataset) -> dict[str, set | dict]:
-    """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the same;
-    the keys of the rows that it sees, see `check_parts`."""
+def check_data(trainer: Trainer, readout, dual_dataset) -> None:
+    """ValueError where training could learn nothing from the rows or their labels, or parts of the data share rows."""
     if (
         trainer.train_dataset is not None
         and has_length(trainer.train_dataset)
@@ -165,7 +164,8 @@ def check_data(trainer: Trainer, readout, dual_dataset) -> dict[str, set | dict]
     if collates and trainer.compute_loss_func is None and readout is None:
         parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
         _check_classes(trainer.model, parts, trainer.label_names)
-    return check_parts(trainer, dual_dataset)
+    if dual_dataset is not None:
+        check_dual_dataset(trainer, dual_dataset)
 
 
 def _check_classes(

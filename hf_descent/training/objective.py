@@ -230,10 +230,6 @@ def _check_arguments(args: DescentArguments) -> None:
         raise ValueError(
             f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`."
         )
-    if args.dual_holdout is not None:
-        raise ValueError(
-            f"`dual_holdout` is {args.dual_holdout}; leave it out: only a trainer can hold rows out."
-        )
     if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
         remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
         raise ValueError(

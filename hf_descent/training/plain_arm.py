@@ -25,7 +25,6 @@ from ..runs import RunFolder, training_arguments
 from .callbacks import DescentCallback
 from .checkpoints import newest_complete_checkpoint, on_first_process
 from .evaluation import chosen_dataset
-from .holdout import split
 
 
 logger = get_logger(__name__)
@@ -75,8 +74,6 @@ def plain_arm(trainer: Trainer) -> Iterator[None]:
     generators = [(collator, "generator")] if hasattr(collator, "generator") else []
     own_generator = copy.deepcopy(getattr(collator, "generator", None))
     counts = copy.deepcopy(token_counts(trainer))
-    # Rows that move the multipliers are in no part of plain training either.
-    rows, _ = split(trainer.train_dataset, trainer.args)
     handler = trainer.callback_handler
     args = plain_arguments(trainer)
     if args.should_save:
@@ -86,7 +83,6 @@ def plain_arm(trainer: Trainer) -> Iterator[None]:
         random_state.preserved(devices),
         assigned(generators, own_generator),
         assigned([(trainer, "args")], args),
-        assigned([(trainer, "train_dataset")], rows),
         assigned([(handler, "callbacks")], _callbacks_of_its_own(handler.callbacks)),
     ):
         try:

@@ -26,7 +26,7 @@ from ..readout.replay import output_loss, probing
 from ..readout.stack import inner_model, unwrapped
 from ..runs import RunFolder
 from .checks import check_documents
-from .holdout import HeldOutRows, shuffled, split
+from .holdout import HeldOutRows, shuffled
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
 from .records import reduced
 
@@ -166,7 +166,7 @@ def make_dual(
     checkpoint: str | None,
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
-    on, where it is only evaluated. The multipliers move on `dual_dataset`, held-out rows, or those of training."""
+    on, where it is only evaluated. The multipliers move on `dual_dataset`, or on the rows of training."""
     saves_dual = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
     problem = None
     if saves_dual:
@@ -245,20 +245,11 @@ def _rows_at_hand(trainer: Trainer):
 
 
 def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
-    """The rows on which the multipliers move, where these are not those of training."""
+    """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training rows, or not."""
     args = trainer.args
-    if not trainer.is_in_train or args.objective != "descent":
+    if dual_dataset is None or not trainer.is_in_train or args.objective != "descent":
         return None
-    trained, rows = split(trainer.train_dataset, args)
-    if rows is not None:
-        loaded = trainer.callback_handler.train_dataloader.dataset
-        if len(loaded) > len(trained):
-            raise ValueError(
-                "`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead."
-            )
-    if dual_dataset is not None:
-        rows = shuffled(dual_dataset, args)
-    return None if rows is None else HeldOutRows(trainer, rows)
+    return HeldOutRows(trainer, shuffled(dual_dataset, args))
 
 
 def loaded_from(model: nn.Module) -> str:

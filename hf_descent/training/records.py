@@ -129,9 +129,6 @@ class RunRecord:
     # Time of day at which training started, in seconds; `None` where the trainer only evaluates.
     started: float | None = None
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
-    # These two: see [`~holdout.check_parts`].
-    seen: set[int] = field(default_factory=set)
-    evaluated: dict[str, list[int]] = field(default_factory=dict)
     certificate: Certificate | None = None  # of the last `evaluate`
     # Of the last step and of the best one so far.
     certificates: dict[int, Certificate] = field(default_factory=dict)

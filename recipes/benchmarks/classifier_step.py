@@ -26,11 +26,12 @@ NOISE = {
     "dust": {"noise_gamma": 0.15},
 }
 OBJECTIVES = ("erm", "descent", "deep_supervision", "hinge", "quadratic", "fixed")
+HELD_OUT = "descent, held-out rows"  # half of them move the multipliers
 ARMS = {
     "stock Trainer": None,
     **{name: {"objective": name} for name in ("erm", "descent")},
     "descent, compiled": {"objective": "descent", "torch_compile": True},
-    "descent, held-out rows": {"objective": "descent", "dual_holdout": 0.5},
+    HELD_OUT: {"objective": "descent"},
     "neftune": {"objective": "erm", "neftune_noise_alpha": 5.0},
     **{f"{name}+noise": {"objective": name} for name in OBJECTIVES},
 }
@@ -89,7 +90,11 @@ def measure(options):
         else:
             noise = NOISE[options.model] if "noise" in name else {}
             args = DescentConfig(**settings, **problem, **ARMS[name], **noise)
-            trainer = DescentTrainer(model, args, train_dataset=data, callbacks=[clock])
+            rows = {"train_dataset": data}
+            if name == HELD_OUT:
+                half = len(data) // 2
+                rows = {"train_dataset": data[:half], "dual_dataset": data[half:]}
+            trainer = DescentTrainer(model, args, callbacks=[clock], **rows)
 
         def step(trainer=trainer, clock=clock):
             trainer.train()

@@ -207,7 +207,7 @@ def test_held_out_losses_are_what_the_limit_is_about():
         def layer_losses(self, layers, turn):
             return rising(2 * turn if self._rises else 0)
 
-    args = DescentArguments(loss_targets={1: 0.1}, initial_loss_bound=4.0, dual_holdout=0.1)
+    args = DescentArguments(loss_targets={1: 0.1}, initial_loss_bound=4.0)
     for held_out_rises in (True, False):
         state = DescentState(args, 2, 800, 0, held_out=Rows(held_out_rises))
         for step in range(800):

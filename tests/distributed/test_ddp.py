@@ -166,7 +166,7 @@ def test_one_process_that_is_not_finite_moves_no_multiplier_on_any(double):
 
 @pytest.mark.slow
 def test_processes_share_the_held_out_rows(tmp_path):
-    settings = {"rows": 420, "dual_holdout": 0.5, "dual_learning_rate": 0.1}
+    settings = {"rows": 420, "dual_rows": 210, "dual_learning_rate": 0.1}
     single = train(tmp_path / "single", "classification", **settings)
     jobs = {
         "2x4": job("classification", **settings),

@@ -31,7 +31,7 @@ CASES = {
     "compiled": ("language", {**LANGUAGE, "torch_compile_backend": "aot_eager"}),
     "tied": ("language", {**LANGUAGE, "model": {"tie_word_embeddings": True}}),
     "replayed": ("classification", {"environment": WRAPPED}),
-    "held out": ("classification", {"environment": WRAPPED, "rows": 420, "dual_holdout": 0.5}),
+    "held out": ("classification", {"environment": WRAPPED, "rows": 420, "dual_rows": 210}),
     "fine-tuning": ("sft", LANGUAGE),
     "checkpointed fine-tuning": ("sft", {**LANGUAGE, "gradient_checkpointing": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),

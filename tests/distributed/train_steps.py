@@ -132,7 +132,9 @@ def train(output, task, batch=8, accumulation=1, **settings):
         for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
     )
     os.environ.update(environment or {})
-    evaluate_first, rows = settings.pop("evaluate_first", False), settings.pop("rows", 80)
+    evaluate_first = settings.pop("evaluate_first", False)
+    rows = settings.pop("rows", 80)
+    dual_rows = settings.pop("dual_rows", 0)
     change = settings.pop("labels_change_at", None)
     model, data = {
         "classification": lambda: (bert(), classification_data(rows)),
@@ -168,8 +170,9 @@ def train(output, task, batch=8, accumulation=1, **settings):
         trainer = InOrder(
             model,
             args,
-            train_dataset=data,
-            eval_dataset=data[:31],
+            train_dataset=data[dual_rows:],
+            eval_dataset=data[-31:] if dual_rows else data[:31],
+            dual_dataset=data[:dual_rows] if dual_rows else None,
             readout=readout,
             layer_loss_fn=loss_fn,
         )

@@ -4,12 +4,24 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted, llama, watch
+from tiny import (
+    VOCAB,
+    assert_equal_runs,
+    bert,
+    classification_data,
+    config,
+    fitted,
+    language_data,
+    llama,
+    watch,
+)
 from torch.nn import functional as F
-from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback, default_data_collator
 
 from hf_descent import DescentProblem, DescentTrainer, Multipliers
 from hf_descent.losses import layerwise
+from hf_descent.losses.layerwise import find_layer_losses
+from hf_descent.losses.task import TaskLoss
 from hf_descent.readout.head import HeadReadout
 
 
@@ -319,3 +331,17 @@ def test_a_fraction_of_tokens_needs_tiles(tmp_path):
     made = DescentTrainer(bert(), args, train_dataset=classification_data(8))
     with pytest.raises(ValueError, match="readout_token_fraction"):
         made.train()
+
+
+def test_large_vocabularies_are_read_on_a_sample_of_the_tokens():
+    """An unbiased one, the same for one key; the last layer on all."""
+    rows = language_data(48)
+    model, batch = llama(vocab_size=VOCAB).eval(), default_data_collator(rows)
+    layers = find_layer_losses(model, batch, TaskLoss.probe(model, batch), token_fraction=0.3)
+    with torch.no_grad():
+        whole = layers.measure(model, batch)
+        samples = [layers.measure(model, batch, key=(draw % 40,)).means for draw in range(41)]
+    assert torch.equal(samples[0], samples[40]) and not torch.equal(samples[0], samples[1])
+    errors = torch.stack(samples[:40]) - whole.means  # [draws, layers]
+    assert errors[:, -1].abs().max() < 1e-5 and (errors[:, :-1].std(0) > 0).all()
+    assert (errors[:, :-1].mean(0).abs() < 4 * errors[:, :-1].std(0) / 40**0.5).all()

@@ -39,16 +39,17 @@ class Parabolas(nn.Module):
         return {"loss": 0.5 * (logits - labels).square().mean(), "logits": logits}
 
 
-def solve(tmp_path, steps, model=None, rows=8, **arguments):
+def solve(tmp_path, steps, model=None, rows=8, dual_rows=0, **arguments):
     torch.manual_seed(0)
-    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(rows)]
+    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(rows + dual_rows)]
     settings = {
         "descent_alpha": 0.5, "initial_loss_bound": 1.0, "max_steps": steps, "optim": "sgd", "learning_rate": 0.4,
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 500, "negative_weights": "keep",
         "max_last_layer_rise": None,  # the problem as it stands, whatever it costs f_2
     }  # fmt: skip
     args = config(tmp_path, **settings | arguments)
-    return trained(model or Parabolas(), args, train_dataset=data)
+    dual_dataset = data[rows:] if dual_rows else None
+    return trained(model or Parabolas(), args, train_dataset=data[:rows], dual_dataset=dual_dataset)
 
 
 def rest(trainer):
@@ -59,7 +60,7 @@ def rest(trainer):
     ("dual_optim", "normalize", "rate"),
     [("sgd", False, 0.3), ("sgd", True, 0.3), ("adam", True, 0.03)],
 )
-@pytest.mark.parametrize("held_out", [{}, {"rows": 400, "dual_holdout": 0.5}])
+@pytest.mark.parametrize("held_out", [{}, {"dual_rows": 200}])
 def test_hard_constraints(tmp_path, dual_optim, normalize, rate, held_out):
     """In as many steps on held-out rows, which are read once in several."""
     settings = {

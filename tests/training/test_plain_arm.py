@@ -146,22 +146,6 @@ def test_a_finished_plain_run_with_other_settings_is_made_again(tmp_path):
     assert watch.begun == [("erm", 0), ("descent", 0)]
 
 
-def test_plain_training_leaves_out_the_rows_of_the_multipliers(tmp_path):
-    seen = {}
-
-    class Counting(TrainerCallback):
-        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-            seen[args.objective] = [row["input_ids"].tolist() for row in train_dataloader.dataset]
-
-    rows = classification_data(420, pad=False)
-    args = config(tmp_path, dual_holdout=0.5, max_steps=2)
-    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=TEST)
-    trainer.add_callback(Counting())
-    trainer.train_with_plain()
-    assert seen["erm"] == seen["descent"] and len(seen["erm"]) == 210
-    assert trainer.train_dataset is rows
-
-
 def test_what_cannot_be_compared_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="`objective` is 'erm', which is plain training itself"):
         make(tmp_path, "model", objective="erm").train_with_plain()

@@ -648,7 +648,92 @@ def defaults_by_kind() -> str:
     return markdown(*script("defaults").table(lines_of("defaults.jsonl")))
 
 
+def best_runs(name: str, task: str) -> dict[str, list[dict]]:
+    """Of each arm of a task the runs at its best learning rate."""
+    arms = defaultdict(list)
+    for run in lines_of(name):
+        if run["settings"]["task"] == task:
+            arms[run["settings"]["arm"]].append(run)
+    return {arm: at_best_rate(runs)[1] for arm, runs in arms.items()}
+
+
+def depths(task: str) -> str:
+    """The loss at every depth: of arms that train one model for all of them, and of one model for each."""
+    arms = best_runs("cut_first.jsonl", task)
+    depth = len(arms["plain"][0]["report"])
+    rows = one_model_for_all(arms, depth) + one_model_each(arms, depth)
+
+    def seconds(models: list[list[dict]]) -> float:
+        return sum(np.mean([run["seconds"] for run in runs]) for runs in models)
+
+    lines = []
+    for name, models, losses in rows:
+        cost = seconds(models) / seconds([arms["plain"]])
+        cells = [mean(cell, 3) if cell else "" for cell in losses]
+        lines.append([name, str(len(models)), f"{cost:.1f}", *cells])
+
+    trained = [losses for name, _, losses in rows if name != "plain"]
+    spread = [
+        max(np.std(losses[layer], ddof=1) for losses in trained if len(losses[layer]) > 1)
+        for layer in range(depth)
+    ]
+    spread_cells = [f"{value:.3f}" for value in spread]
+    lines.append(["*largest standard deviation but of plain*", "", "", *spread_cells])
+    header = ["training", "models", "time, plain = 1"]
+    return markdown([*header, *(f"f_{layer}" for layer in range(1, depth + 1))], lines)
+
+
+def one_model_for_all(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
+    """Name, the runs of its one model, and the losses of each layer over the seeds."""
+    rows = []
+    for arm, name in ONE_MODEL.items():
+        if arm in arms:
+            losses = [[run["report"][layer] for run in arms[arm]] for layer in range(depth)]
+            rows.append((name, [arms[arm]], losses))
+    return rows
+
+
+def one_model_each(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
+    """The same of a model for each depth, as far as there are runs of it; that of all layers is plain training's."""
+    rows = []
+    for ending, name in ONE_MODEL_EACH.items():
+        models = [arms.get(f"cut {layer}{ending}", []) for layer in range(1, depth)]
+        models.append(arms["plain"])
+        losses = [[run["report"][-1] for run in runs] for runs in models]
+        rows.append((name, [runs for runs in models if runs], losses))
+    return rows
+
+
+def layer_sets() -> str:
+    """SmolLM2 with some of its layers, before and after healing."""
+    rows = []
+    for run in lines_of("layer_sets.jsonl"):
+        settings = run["settings"]
+        layers = script("layer_sets").layers_in(settings["layers"])
+        cells = [settings["layers"], str(len(layers)), str(settings["steps"])]
+        cells += [f"{run[when]['ratio']:.2f}" for when in ("before", "after")]
+        cells += [f"{run[when]['agreement']:.2f}" for when in ("before", "after")]
+        rows.append(cells)
+    header = ["layers kept", "number", "steps", "loss, whole model = 1, before", "after healing"]
+    return markdown([*header, "same token, before", "same token, after"], rows)
+
+
+ONE_MODEL = {
+    "plain": "plain",
+    "default": "constrained, default",
+    "whole path": "constrained, `descent_strength` 1",
+    "deep supervision": "deep supervision",
+    "sorted": "one depth a step, in turn",
+}
+ONE_MODEL_EACH = {
+    "": "cut first, a model for each depth, same steps",
+    ", same compute": "cut first, a model for each depth, same compute",
+}
+
+
 TABLES = {
+    "depths of the denoiser": partial(depths, "denoiser"),
+    "layer sets": layer_sets,
     "exits": exits,
     "price": price,
     "time": time,

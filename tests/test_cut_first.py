@@ -32,3 +32,18 @@ def test_one_depth_a_step_has_all_the_weight(turn):
     if turn < 3:
         expected[turn] = cut_first.MOST
     assert cut_first.torch.equal(Trainer.multipliers.values, expected)
+
+
+def test_a_rate_at_which_a_seed_breaks_down_is_passed_over(tmp_path, monkeypatch):
+    # Of the first seed the larger rate is best; there the second seed breaks down.
+    losses = {(5e-4, 0): 0.5, (1e-3, 0): 0.45, (2e-3, 0): 0.4, (4e-3, 0): 0.6}
+    losses |= {(2e-3, 1): 3.0, (2e-3, 2): 0.4, (1e-3, 1): 0.46, (1e-3, 2): 0.44}
+
+    def train(task, options, settings, rate, seed):
+        return {"select": [9.0, losses[rate, seed]], "report": [1.0], "seconds": 1.0}
+
+    monkeypatch.setattr(cut_first, "train", train)
+    words = ["denoiser", "--arms", "plain", "--output", str(tmp_path / "runs.jsonl")]
+    runs = [(rate, seed) for _, rate, seed, _ in cut_first.runs(cut_first.parse(words))]
+    assert runs[:4] == [(rate, 0) for rate in (5e-4, 1e-3, 2e-3, 4e-3)]
+    assert runs[4:] == [(2e-3, 1), (2e-3, 2), (1e-3, 1), (1e-3, 2)]

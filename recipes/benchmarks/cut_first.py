@@ -12,8 +12,9 @@ the other arms serve every depth from one run:
 - deep supervision: the sum of the losses of all layers;
 - sorted: one depth a step, in turn (after Sorted fine-tuning, arXiv 2309.08968, with the cut-offs one by one).
 
-Each arm has its own best learning rate of three, by the loss of its last layer on rows that are neither trained on nor
-reported. Finished runs are kept in `--output`, a JSON line each, and are not repeated.
+Each arm has its own best learning rate, by the loss of its last layer on rows that are neither trained on nor
+reported. The first seed chooses it. Where another seed breaks down at that rate, the next best one is taken for all
+seeds. Finished runs are kept in `--output`, a JSON line each, and are not repeated.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from hf_descent.early_exit import truncate
 
 RESULTS = Path(__file__).parent / "results" / "cut_first.jsonl"
 RATES = {"denoiser": (5e-4, 1e-3, 2e-3, 4e-3), "minilm": (5e-5, 1e-4, 2e-4)}
+BROKEN = 2.0  # a seed whose loss is so many times that of the first has broken down
 MOST = 1e6  # a weight beside which the last layer's own weight of 1 is nothing
 
 
@@ -50,7 +52,7 @@ class InTurn(TrainerCallback):
 
 def arms(depth: int) -> dict[str, dict]:
     """The settings of each arm; `keep` is the number of layers to which a model is cut first."""
-    found = {
+    chosen = {
         "plain": {"objective": "erm"},
         "default": {"objective": "descent"},
         "whole path": {"objective": "descent", "descent_strength": 1.0},
@@ -65,10 +67,10 @@ def arms(depth: int) -> dict[str, dict]:
         },
     }
     for layer in range(1, depth):
-        found[f"cut {layer}"] = {"objective": "erm", "keep": layer}
-        longer = {"objective": "erm", "keep": layer, "longer": depth / layer}
-        found[f"cut {layer}, same compute"] = longer
-    return found
+        cut = {"objective": "erm", "keep": layer}
+        chosen[f"cut {layer}"] = cut
+        chosen[f"cut {layer}, same compute"] = {**cut, "longer": depth / layer}
+    return chosen
 
 
 def made(task: str, options: argparse.Namespace):
@@ -113,25 +115,33 @@ def train(task: str, options: argparse.Namespace, settings: dict, rate: float, s
 
 
 def runs(options: argparse.Namespace) -> Iterator[tuple[str, float, int, dict]]:
-    """Arm, learning rate, seed and result of every run: the first seed at all rates, the others at the best one."""
+    """Arm, learning rate, seed and result of every run: the first seed at all rates, the others at the best one at
+    which none of them breaks down."""
     finished = Runs(options.output)
     chosen = arms(tasks.NUM_LAYERS[options.task])
     first, *others = options.seeds
+
+    def run(arm: str, rate: float, seed: int) -> dict:
+        key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
+        return finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed))
+
     for arm in options.arms or chosen:
-
-        def run(rate: float, seed: int, arm: str = arm) -> dict:
-            key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed}
-            key["smoke"] = options.smoke
-            return finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed))
-
         losses = {}
         for rate in RATES[options.task]:
-            found = run(rate, first)
-            losses[rate] = np.nan_to_num(found["select"][-1], nan=np.inf)
-            yield arm, rate, first, found
-        best = min(losses, key=losses.get)
-        for seed in others:
-            yield arm, best, seed, run(best, seed)
+            result = run(arm, rate, first)
+            losses[rate] = last_loss(result)
+            yield arm, rate, first, result
+        for rate in sorted(losses, key=losses.get):
+            results = [run(arm, rate, seed) for seed in others]
+            for seed, result in zip(others, results):
+                yield arm, rate, seed, result
+            if all(last_loss(result) < BROKEN * losses[rate] for result in results):
+                break
+
+
+def last_loss(result: dict) -> float:
+    """Of the last layer on the rows to select on."""
+    return float(np.nan_to_num(result["select"][-1], nan=np.inf))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -152,9 +162,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     torch.set_num_threads(1)
-    for arm, rate, seed, found in runs(options):
-        losses = [round(loss, 4) for loss in found["report"]]
-        print(f"{arm}, {rate:g}, seed {seed}: {losses}, {found['seconds']:.0f} s", flush=True)
+    for arm, rate, seed, result in runs(options):
+        losses = [round(loss, 4) for loss in result["report"]]
+        print(f"{arm}, {rate:g}, seed {seed}: {losses}, {result['seconds']:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

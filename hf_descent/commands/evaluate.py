@@ -79,11 +79,16 @@ class EvaluateArguments:
 
     def __post_init__(self):
         check_confidence(self.confidence)
-        check_arguments(self, dict.fromkeys(("draws", "per_device_eval_batch_size"), 1))
-        check_arguments(
-            self, {"noise_seed": 0, "noise_sigma": SMALLEST, "perturbation_rates": (0, 1)}
-        )
-        check_arguments(self, dict.fromkeys(("eval_gammas", "profile_gammas"), (0, LARGEST)))
+        limits = {
+            "draws": 1,
+            "per_device_eval_batch_size": 1,
+            "noise_seed": 0,
+            "noise_sigma": SMALLEST,
+            "perturbation_rates": (0, 1),
+            "eval_gammas": (0, LARGEST),
+            "profile_gammas": (0, LARGEST),
+        }
+        check_arguments(self, limits)
 
 
 @dataclass
@@ -100,46 +105,53 @@ class Task:
 
 def classification_task(name: str, args: DataArguments) -> Task:
     """Accuracy of a text classifier; typing errors perturb its raw texts."""
-    tokenizer, model = load_tokenizer(name), load_model(name)
+    tokenizer = load_tokenizer(name)
+    model = load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
     split, also_selected = _held_out(texts, name, args)
-    rows, settings = tokenize(texts, tokenizer, limit)[split], {"processing_class": tokenizer}
-    return Task(model, rows, also_selected, settings, texts[split], Typos(tokenizer, limit))
+    return Task(
+        model,
+        rows=tokenize(texts, tokenizer, limit)[split],
+        also_selected=also_selected,
+        settings={"processing_class": tokenizer},
+        perturbed_rows=texts[split],
+        perturbation=Typos(tokenizer, limit),
+    )
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
-    tokenizer, model = load_tokenizer(name), load_model(name)
-    splits = load_alpaca(args, tokenizer)
-    split, also_selected = _held_out(splits, name, args)
-    limits = (position_limit(model), record_of(name).get("max_seq_length"))
-    settings = {
-        "tokenizer": tokenizer,
-        "limit": min((limit for limit in limits if limit), default=None),
-    }
     summary = RunFolder(name).summary
     trained = summary.get("arguments", {})
-    if (
-        trained.get("assistant_only_loss")
-        or trained.get("truncation_mode", "keep_start") != "keep_start"
-    ):
+    truncation = trained.get("truncation_mode", "keep_start")
+    if trained.get("assistant_only_loss") or truncation != "keep_start":
         raise ValueError(
             "The labels of `assistant_only_loss` or `truncation_mode` need `trainer.evaluate_layers`."
         )
+    tokenizer = load_tokenizer(name)
+    model = load_model(name)
+    splits = load_alpaca(args, tokenizer)
+    split, also_selected = _held_out(splits, name, args)
+
+    limits = [position_limit(model), record_of(name).get("max_seq_length")]
+    limit = min((limit for limit in limits if limit), default=None)
     rows = splits[split].map(
-        completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names
+        completion_labels,
+        fn_kwargs={"tokenizer": tokenizer, "limit": limit},
+        remove_columns=splits[split].column_names,
     )
     if summary.get("completion_only_loss", trained.get("completion_only_loss")) is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     answered = rows.filter(_has_labels)
-    if dropped := len(rows) - len(answered):
+    if len(answered) < len(rows):
         print(
-            f"Dropped {dropped} of the {len(rows)} {split} rows: their prompts leave no room for an answer in "
-            f"{settings['limit']} tokens."
+            f"Dropped {len(rows) - len(answered)} of the {len(rows)} {split} rows: their prompts leave no room for an "
+            f"answer in {limit} tokens."
         )
-    collator = DataCollatorForSeq2Seq(tokenizer)
-    return Task(model, answered, also_selected, {"data_collator": collator})
+    return Task(
+        model, answered, also_selected, {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
+    )
 
 
 def _has_labels(row: Mapping[str, Any]) -> bool:
@@ -165,6 +177,8 @@ class InstructionArguments(AlpacaArguments):
     )
 
 
+# What a draw of validation rows from training rows depends on.
+DRAWS = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"}
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
 TASKS = {
     "ForSequenceClassification": (DataArguments, classification_task),
@@ -210,10 +224,12 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
         )
     for folder in folders:
         os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
+
     for name, folder in zip(names, folders):
-        print(
-            f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n"
-        )
+        _, task_for = kinds[name]
+        print(name)
+        print(evaluate(task_for(name, data_args), args, name, folder))
+        print(f"Written to {folder}\n")
     if len(folders) > 1:
         print(next_step(f"compare {' '.join(folders)}", "says whether the models differ"))
     else:
@@ -231,78 +247,126 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
+    summary = RunFolder(name).summary
     if args.perturbation_rates is not None and task.perturbation is None:
         raise ValueError(
-            "`perturbation_rates` is given, but there are no typing errors for completions."
+            f"`perturbation_rates` is {args.perturbation_rates}, but completions get no typing errors: leave it out."
         )
-    summary = RunFolder(name).summary
-    if loss := summary.get("layer_loss_fn"):
+    loss = summary.get("layer_loss_fn")
+    if loss:
         raise ValueError(
             f"{name} was trained with the loss `{loss}`, which no file holds: use `evaluate_layers` in a script."
         )
-    gamma_train = upper_level(summary.get("noise_gamma"))
-    model, noise = (
-        task.model.to(best_device()),
-        {"seed": args.noise_seed, "sigma": args.noise_sigma},
-    )
-    shared = (
-        task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
-    )
-    if epsilon := summary.get("arguments", {}).get("label_smoothing_factor"):
-        shared["layer_loss_fn"] = LabelSmoother(
-            epsilon
-        )  # as in training, whose targets the verdict is about
 
     run = RunFolder(folder)
     run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones
     if os.path.abspath(folder) != os.path.abspath(name):
         run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
-    settings = shared | {"draws": args.draws}
-    results = {
-        "noise_curve": noise_curve(
-            model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings
-        )
-    }
-    if args.perturbation_rates is not None:
-        settings["perturbation"] = task.perturbation
-        curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)
-        results[f"{curve.settings['perturbation']}_curve"] = curve
 
-    problem = DescentProblem.saved_in(summary)
-    gammas = sorted(
-        set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))))
-    )
-    profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
-    if problem is None:
-        problem = stated_problem(summary, profiles)
-        for profile in profiles if problem is not None else ():
-            profile.problem = problem.state_dict()
-    warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
-    share = (
-        None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
-    )
-    arguments = summary.get("arguments", {})
-    facts = {
-        "warmup_share": share,
-        "multipliers": multipliers,
-        "also_selected": task.also_selected,
-        "max_last_layer_rise": arguments.get("max_last_layer_rise"),
-        "has_price": summary.get("objective") != "erm",
+    task.model.to(best_device())
+    settings = _settings(task, args, summary)
+    gamma_train = upper_level(summary.get("noise_gamma"))
+    results = _curves(task, args, settings, gamma_train)
+    headline = None
+    for profile in _profiles(task, args, settings, name, gamma_train):
+        results[f"layer_profile{profile.ending}"] = profile
+        if profile.problem is not None:
+            verdict = profile.certificate(args.confidence)
+            results[f"verdict{profile.ending}"] = verdict
+            if profile.gamma == (0.0 if gamma_train is None else gamma_train):
+                headline = verdict.headline
+    run.write(results)
+    if headline is None:
+        return tables(results)
+    return f"{tables(results)}\n{headline}"
+
+
+def _settings(task: Task, args: EvaluateArguments, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What curves and profiles take alike."""
+    settings = {
+        **task.settings,
+        "seed": args.noise_seed,
+        "sigma": args.noise_sigma,
+        "batch_size": args.per_device_eval_batch_size,
+        "progress": True,
     }
-    headline = None  # of the verdict at the noise level of the training
+    epsilon = summary.get("arguments", {}).get("label_smoothing_factor")
+    if epsilon:  # as in training, whose targets the verdict is about
+        settings["layer_loss_fn"] = LabelSmoother(epsilon)
+    return settings
+
+
+def _curves(
+    task: Task, args: EvaluateArguments, settings: Mapping[str, Any], gamma_train: float | None
+) -> dict[str, Any]:
+    """The noise curve and, where rates are given, that of a perturbation, by the names of their files."""
+    curve = noise_curve(
+        task.model,
+        task.rows,
+        args.eval_gammas,
+        gamma_train=gamma_train,
+        draws=args.draws,
+        **settings,
+    )
+    curves = {"noise_curve": curve}
+    if args.perturbation_rates is not None:
+        curve = noise_curve(
+            task.model,
+            task.perturbed_rows,
+            args.perturbation_rates,
+            perturbation=task.perturbation,
+            draws=args.draws,
+            **settings,
+        )
+        curves[f"{curve.settings['perturbation']}_curve"] = curve
+    return curves
+
+
+def _profiles(
+    task: Task,
+    args: EvaluateArguments,
+    settings: Mapping[str, Any],
+    name: str,
+    gamma_train: float | None,
+) -> list[LayerProfile]:
+    """The layers at each noise level; where the run in `name` has a problem, with what a verdict on it tells."""
+    summary = RunFolder(name).summary
+    problem = DescentProblem.saved_in(summary)
+    gammas = args.profile_gammas
+    if not gammas:
+        gammas = [0.0, 0.0 if gamma_train is None else float(gamma_train), max(args.eval_gammas)]
+    levels = sorted(set(map(float, gammas)))
+    profiles = layer_profiles(task.model, task.rows, levels, problem=problem, **settings)
     for profile in profiles:
         if not profile.gamma:  # as they were read
             profile.references = references_of(summary)
-        results[f"layer_profile{profile.ending}"] = profile
-        if problem is not None:
-            plain = plain_profile(name, summary, profile)
-            profile.facts = facts | {"plain": None if plain is None else float(plain.losses[-1])}
-            verdict = profile.certificate(args.confidence)
-            results[f"verdict{profile.ending}"] = verdict
-            if profile.gamma == (gamma_train or 0.0):
-                headline = verdict.headline
-    run.write(results)
-    return "\n".join(filter(None, [tables(results), headline]))
+
+    if problem is None:
+        problem = stated_problem(summary, profiles)
+    if problem is None:
+        return profiles
+    for profile in profiles:
+        profile.problem = problem.state_dict()
+        profile.facts = _facts(task, summary, problem)
+        plain = plain_profile(name, summary, profile)
+        if plain is not None:
+            profile.keep_plain(plain)
+    return profiles
+
+
+def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> dict[str, Any]:
+    """What a verdict says of the training."""
+    share = None
+    warmup = summary.get("warmup_layer_losses")
+    if warmup is not None:
+        share = problem.descent_share(torch.tensor(warmup))
+    return {
+        "warmup_share": share,
+        "multipliers": summary.get("multipliers"),
+        "also_selected": task.also_selected,
+        "max_last_layer_rise": summary.get("arguments", {}).get("max_last_layer_rise"),
+        "has_price": summary.get("objective") != "erm",
+    }
 
 
 def stated_problem(
@@ -311,10 +375,11 @@ def stated_problem(
     """The problem that the arguments of a run state, where its `summary` has none, as after plain training that was
     not evaluated; f_0 is that of the evaluated labels at the training's noise level. `None` where it is not known."""
     recorded = summary.get("arguments", {})
-    names = [argument.name for argument in dataclasses.fields(DescentArguments)]
-    if not set(names) & recorded.keys():
+    names = {argument.name for argument in dataclasses.fields(DescentArguments)}
+    known = {name: value for name, value in recorded.items() if name in names}
+    if not known:
         return None  # of plain `Trainer`
-    args = DescentArguments(**{name: recorded[name] for name in names if name in recorded})
+    args = DescentArguments(**known)
     chances = {profile.gamma: profile.chance for profile in profiles}
     chance = chances.get(args.gamma_train)
     if not chance and args.initial_loss_bound == "auto":
@@ -324,31 +389,35 @@ def stated_problem(
 
 def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, bool]:
     """The split to measure on, and whether its rows may have trained the model, or chosen checkpoint or settings."""
-    split, record = "test" if "test" in splits else "validation", record_of(name)
+    split = "test" if "test" in splits else "validation"
+    record = record_of(name)
     given = {argument: absolute(argument, value) for argument, value in vars(args).items()}
-    selected, trained_on = "select_rows" in RunFolder(name).summary, _sources(record, "train")
-    chose, own = _sources(record, "validation"), _sources(given, split)
+    was_selected = "select_rows" in RunFolder(name).summary
+    trained_on = _sources(record, "train")
     if not trained_on:  # of a run that comes from elsewhere
-        return split, selected and split == "validation"
+        return split, was_selected and split == "validation"
+
+    chosen_by = _sources(record, "validation")
+    own = _sources(given, split)
     if own:
-        return split, bool(own & (trained_on | chose if selected else trained_on))
+        seen = trained_on | chosen_by if was_selected else trained_on
+        return split, not own.isdisjoint(seen)
     # Drawn from training rows: those of the model, unless it was held out from the same by the same draw.
-    drawn = {
-        "split_seed",
-        "split_by",
-        "validation_split_percentage",
-        "validation_percentage",
-    } & given.keys()
-    others = (
-        selected
-        or bool(chose)
-        or any(record.get(each, given[each]) != given[each] for each in drawn)
+    if _sources(given, "train").isdisjoint(trained_on):
+        return split, False
+    is_same_draw = all(
+        record.get(argument, given[argument]) == given[argument]
+        for argument in DRAWS.intersection(given)
     )
-    return split, others and bool(_sources(given, "train") & trained_on)
+    return split, was_selected or bool(chosen_by) or not is_same_draw
 
 
 def _sources(arguments: Mapping[str, Any], part: str) -> set:
     """Where the rows of a part of the data come from: files, or a split of a data set on the Hub."""
-    files = [arguments.get(f"{part}_file"), *(arguments.get(f"{part}_files") or [])]
-    on_hub = arguments.get("dataset_name"), arguments.get(f"{part}_split")
-    return {*filter(None, files)} or ({on_hub} if all(on_hub) else set())
+    files = [arguments.get(f"{part}_file")]
+    files.extend(arguments.get(f"{part}_files") or [])
+    named = {file for file in files if file}
+    if named:
+        return named
+    on_hub = (arguments.get("dataset_name"), arguments.get(f"{part}_split"))
+    return {on_hub} if all(on_hub) else set()

@@ -211,7 +211,7 @@ def test_completions_of_a_language_model(tmp_path):
         str(tmp_path / "rows.json"),
     ]
     flags += ["--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
-    with pytest.raises(ValueError, match="there are no typing errors for completions"):
+    with pytest.raises(ValueError, match="completions get no typing errors"):
         cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
     assert not list((tmp_path / "results" / "model").iterdir())  # before anything is measured
     cli.main(["evaluate", str(tmp_path / "model"), *flags])

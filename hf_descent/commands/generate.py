@@ -4,13 +4,20 @@ The output is the file that the `alpaca_eval` package reads. Answers are greedy;
 """
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import DataCollatorWithPadding, PreTrainedModel
+from transformers import (
+    BatchEncoding,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.hf_argparser import HfArg
 
 from ..data.alpaca import PromptFormat, prompt_ids, read_instructions
@@ -48,11 +55,11 @@ class GenerateArguments:
     )
 
     def __post_init__(self):
-        counts = ("max_samples", "batch_size", "max_new_tokens")
-        check_arguments(self, dict.fromkeys(counts, 1) | {"gamma": 0, "seed": 0})
+        limits = {"max_samples": 1, "batch_size": 1, "max_new_tokens": 1, "gamma": 0, "seed": 0}
+        check_arguments(self, limits)
 
 
-parse = partial(parse_models, (GenerateArguments,))
+parse = partial(parse_models, [GenerateArguments])
 
 
 def run(models: list[str], args: GenerateArguments) -> None:
@@ -62,7 +69,6 @@ def run(models: list[str], args: GenerateArguments) -> None:
         raise ValueError(
             f"`output` {args.output!r} exists already; name another file, or remove it."
         )
-    generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = read_instructions(args.instructions, args.prompt_format, tokenizer)[: args.max_samples]
     model = load_model(name).to(best_device())
@@ -71,43 +77,76 @@ def run(models: list[str], args: GenerateArguments) -> None:
             f"`model` is {name!r}, a {type(model).__name__}; give a causal language model."
         )
     prompts = [{"input_ids": prompt_ids(row["prompt"], tokenizer)} for row in rows]
-    lengths, collate = (
-        [len(row["input_ids"]) for row in prompts],
-        DataCollatorWithPadding(tokenizer),
-    )
-    if (limit := position_limit(model)) and (longest := max(lengths)) >= limit:
-        raise ValueError(
-            f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: cut it."
-        )
-    answers = []
+    _check_lengths(prompts, model, name)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    with (
-        EmbeddingNoise(model, args.gamma, args.seed, args.sigma)
-        if args.gamma
-        else nullcontext() as noise
-    ):
-        for start in tqdm(range(0, len(rows), args.batch_size), desc="Answering"):
-            batch = slice(start, start + args.batch_size)
-            inputs = collate(prompts[batch])
+
+    texts = _answers(model, tokenizer, prompts, args)
+    generator = Path(name).name
+    if args.gamma:
+        generator += f"-gamma{args.gamma:g}"
+    answers = []
+    for row, text in zip(rows, texts):
+        source = row.get("dataset")
+        answers.append(
+            {
+                "instruction": row["instruction"],
+                "output": text,
+                "generator": generator,
+                "dataset": source if source else "alpaca_eval",
+            }
+        )
+    write_json(args.output, answers, ensure_ascii=False)
+    print(f"{len(answers)} answers of {generator} are in {args.output}")
+    print(next_step(f"show {name}", "shows which layer knew each word"))
+
+
+def _check_lengths(prompts: Sequence[Mapping[str, Any]], model: PreTrainedModel, name: str) -> None:
+    """ValueError where a prompt leaves the model no position to answer in."""
+    limit = position_limit(model)
+    for number, prompt in enumerate(prompts):
+        length = len(prompt["input_ids"])
+        if limit is not None and length >= limit:
+            raise ValueError(
+                f"Prompt {number} has {length} tokens, {name} {limit} positions: cut it."
+            )
+
+
+def _answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Mapping[str, Any]],
+    args: GenerateArguments,
+) -> list[str]:
+    """The answers to all prompts, batch by batch."""
+    noise = None
+    if args.gamma:
+        noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma)
+    collate = DataCollatorWithPadding(tokenizer)
+    texts = []
+    with nullcontext() if noise is None else noise:
+        for start in tqdm(range(0, len(prompts), args.batch_size), desc="Answering"):
+            inputs = collate(prompts[start : start + args.batch_size])
             if noise is not None:
                 noise.reseed(start)
-            for row, text in zip(
-                rows[batch], answer(model, tokenizer, inputs.to(model.device), args)
-            ):
-                record = {"instruction": row["instruction"], "output": text, "generator": generator}
-                answers.append(record | {"dataset": row.get("dataset") or "alpaca_eval"})
-    write_json(args.output, answers, ensure_ascii=False)
-    print(f"{len(answers)} answers of {generator} written to {args.output}")
-    print(next_step("show RUN", "shows which layer knew each word"))
+            texts += answer(model, tokenizer, inputs.to(model.device), args)
+    return texts
 
 
-def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -> list[str]:
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: BatchEncoding,
+    args: GenerateArguments,
+) -> list[str]:
     """The greedy answers to a batch of prompts, padded on the left."""
     length = inputs["input_ids"].shape[1]
-    positions = position_limit(model) or length + args.max_new_tokens
+    room = args.max_new_tokens
+    positions = position_limit(model)
+    if positions is not None:
+        room = min(room, positions - length)
     tokens = model.generate(
         **inputs,
-        max_new_tokens=min(args.max_new_tokens, positions - length),
+        max_new_tokens=room,
         num_beams=1,
         do_sample=False,
         num_return_sequences=1,  # a model's own settings may ask for several, or for more than the tokens

@@ -29,31 +29,45 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     flags, rest = parser.parse_known_args(argv)
     if flags.launch is None:
         return None
-    path = next(filter(Path.is_file, (CONFIGS / f"{flags.launch}.yaml", Path(flags.launch))), None)
-    if path is None:
-        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(
-            f"`--launch` is {flags.launch!r}: give one of {names}, or a file by `accelerate config`."
-        )
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+    path = _config_file(flags.launch)
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if values is None:
+        values = {}
+    processes = flags.num_processes
+    if processes is None:
+        processes = values.get("num_processes", 1)
     if rest and not rest[0].startswith("-"):
-        check_processes(rest[0], int(flags.num_processes or values.get("num_processes") or 1))
-    if (
-        values.get("main_process_port") == 0
-        and (flags.num_machines or 1) > 1
-        and flags.main_process_port is None
-    ):
+        check_processes(rest[0], int(processes))
+    if values.get("main_process_port") == 0:
+        _check_port(flags, path)
+
+    launched = ["--config_file", str(path)]
+    for flag in FLAGS:
+        value = getattr(flags, flag)
+        if value is not None:
+            launched += [f"--{flag}", str(value)]
+    return [*launched, "-m", "hf_descent.cli", *rest]
+
+
+def _config_file(name: str) -> Path:
+    """The config of accelerate that comes with this package under a name, or the file of that name."""
+    for path in (CONFIGS / f"{name}.yaml", Path(name)):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+    raise ValueError(
+        f"`--launch` is {name!r}: give one of {names}, or a file by `accelerate config`."
+    )
+
+
+def _check_port(flags: argparse.Namespace, path: Path) -> None:
+    """ValueError where several machines would each choose their own port."""
+    if flags.main_process_port is None and flags.num_machines not in (None, 1):
         raise ValueError(
             f"`--num_machines` is {flags.num_machines}, and {path.name} lets each machine choose its port: take the "
             "config that ends in `_multi_node`, or give `--main_process_port`."
         )
-    given = [
-        part
-        for flag in FLAGS
-        if (each := getattr(flags, flag)) is not None
-        for part in (f"--{flag}", str(each))
-    ]
-    return ["--config_file", str(path), *given, "-m", "hf_descent.cli", *rest]
 
 
 def check_processes(command: str, processes: int) -> None:

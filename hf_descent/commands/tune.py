@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -53,128 +53,160 @@ class TuneArguments:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command, then its own arguments and those of the search."""
-    command = argv[0] if argv and argv[0] in TRAINING else None
-    if command is None and not HELP & {*argv}:
-        raise ValueError(
-            f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING)}."
-        )
-    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING[0]}")
-    types, words = (TuneArguments, *module.argument_types), argv[1:] if command else argv
+    command, *words = argv if argv else [""]
+    if command not in TRAINING:
+        if not HELP.intersection(argv):
+            raise ValueError(
+                f"Say what to tune: `{prog} COMMAND --config RECIPE`, where COMMAND is one of {', '.join(TRAINING)}."
+            )
+        command, words = TRAINING[0], argv
+    module = importlib.import_module(f"hf_descent.commands.{command}")
     usage = f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]"
+    types = (TuneArguments, *module.argument_types)
     return module, *parse_recipe(types, words, prog, description, usage)
 
 
 def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args: Any) -> None:
     """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`."""
-    import optuna
-
     if model_args.with_plain:
         raise ValueError(
             "`with_plain` is for a single training, not for every trial: leave it out."
         )
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
-    tests = {
-        name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)
+    for name in ("test_split", "test_file", "test_files"):
+        if hasattr(data_args, name):  # so that the reports of the command are on validation rows
+            data_args = replace(data_args, **{name: None})
+
+    def train(trial) -> float:
+        return _train(trial, ranges, gamma, module, model_args, data_args, args)
+
+    setup = {
+        "gamma": gamma,
+        "search": "bayes",
+        "search_space": ranges,
+        **asdict(model_args),
     }
-    data_args = replace(
-        data_args, **tests
-    )  # so that the reports of the command are on validation rows
+    setup.update(asdict(data_args))
+    setup.update(training_arguments(args))
+    ranked = _search(train, setup, tune_args.n_trials, args)
 
-    def objective(trial) -> float:
-        folder = os.path.join(args.output_dir, f"trial-{trial.number}")
-        settings = hp_space(trial, ranges) | {
-            "output_dir": folder,
-            "eval_gammas": sorted({0.0, gamma}),
-        }
-        trial_args = replace(model_args, overwrite_output_dir=True)
-        trial_args.searched = True
-        try:
-            own_args = args.from_training_arguments(args, **settings)
-        except ValueError as error:  # values that do not go together
-            raise optuna.TrialPruned(str(error)) from error
-        module.run(trial_args, data_args, own_args)
-        value, facts = judge(folder, gamma)
-        for name, fact in facts.items():
-            trial.set_user_attr(name, fact)
-        if not math.isfinite(value):
-            raise optuna.TrialPruned("the metric is not finite")
-        return value if facts["greater_is_better"] else -value
-
-    setup = {"gamma": gamma, "search": "bayes", "search_space": ranges}
-    setup |= asdict(model_args) | asdict(data_args) | training_arguments(args)
-    os.makedirs(args.output_dir, exist_ok=True)
-    storage, name = (
-        f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
-        f"bayes {Hasher.hash(setup)[:12]}",
-    )
-    study = optuna.create_study(
-        storage=storage, study_name=name, direction="maximize", load_if_exists=True
-    )
-    if not study.trials and any(name.startswith("trial-") for name in os.listdir(args.output_dir)):
-        raise ValueError(
-            f"`output_dir` {args.output_dir!r} holds the trials of another search: name another folder."
-        )
-    state = optuna.trial.TrialState
-    for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
-        study.tell(
-            killed.number, state=state.FAIL
-        )  # or a sampler would keep away from its settings
-    # A killed or failed run is made again.
-    finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
-    for number in range(len(finished), tune_args.n_trials):
-        # A sampler for each run, so that a search that goes on is the same search. Two trials by chance, then the
-        # model decides: with Optuna's own ten, five trials would all be chance.
-        study.sampler = optuna.samplers.GPSampler(seed=args.seed + number, n_startup_trials=2)
-        study.optimize(objective, n_trials=1)
-    ranked = rank(study.trials)
-    if not ranked:
-        raise ValueError(
-            f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates."
-        )
     trials = [
-        {"trial": t.number, "value": abs(t.value), **t.user_attrs, "settings": t.params}
-        for t in ranked
+        {
+            "trial": trial.number,
+            "value": abs(trial.value),
+            **trial.user_attrs,
+            "settings": trial.params,
+        }
+        for trial in ranked
     ]
-    found = {"gamma": gamma, "search": "bayes", "trials": trials}
-    write_json(os.path.join(args.output_dir, "study.json"), found, indent=1)
-    print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
-    for trial in reversed(trials):
-        settings = trial["settings"].items()
-        shown = ", ".join(
-            f"{name} {value:{'.3g' if type(value) is float else ''}}" for name, value in settings
-        )
-        print(
-            f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}"
-        )
+    study = {"gamma": gamma, "search": "bayes", "trials": trials}
+    write_json(os.path.join(args.output_dir, "study.json"), study, indent=1)
+    print(table(trials, gamma))
+    best = trials[0]
     print(
-        f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}"
+        f"Trial {best['trial']} is the best of {len(trials)}, with {best['value']:.4g} on the validation rows at noise "
+        f"level {gamma:g}. Written to {args.output_dir}"
     )
     command = module.__name__.rpartition(".")[2]
     trains = "trains the best settings with another seed; a trial is only one run"
     print(next_step(f"{command} --seed 1 ...", trains))
 
 
+def _train(
+    trial,
+    ranges: Mapping[str, Sequence[float]],
+    gamma: float,
+    module,
+    model_args: Any,
+    data_args: Any,
+    args: Any,
+) -> float:
+    """A whole run of the command with the settings of a trial; its metric, of which more is better."""
+    from optuna import TrialPruned
+
+    folder = os.path.join(args.output_dir, f"trial-{trial.number}")
+    settings = hp_space(trial, ranges)
+    trial_args = replace(model_args, overwrite_output_dir=True)
+    trial_args.searched = True
+    try:
+        own_args = args.from_training_arguments(
+            args, output_dir=folder, eval_gammas=sorted({0.0, gamma}), **settings
+        )
+    except ValueError as error:  # values that do not go together
+        raise TrialPruned(str(error)) from error
+    module.run(trial_args, data_args, own_args)
+
+    value, facts = judge(folder, gamma)
+    for name, fact in facts.items():
+        trial.set_user_attr(name, fact)
+    if not math.isfinite(value):
+        raise TrialPruned("the metric is not finite")
+    return value if facts["greater_is_better"] else -value
+
+
+def _search(
+    train: Callable[[Any], float], setup: Mapping[str, Any], n_trials: int, args: Any
+) -> list:
+    """The trials of a study that goes on until it has `n_trials`, best first; ValueError where none has a metric."""
+    import optuna
+
+    folder = args.output_dir
+    os.makedirs(folder, exist_ok=True)
+    study = optuna.create_study(
+        storage=f"sqlite:///{os.path.join(folder, 'study.db')}",
+        study_name=f"bayes {Hasher.hash(setup)[:12]}",
+        direction="maximize",
+        load_if_exists=True,
+    )
+    if not study.trials and any(name.startswith("trial-") for name in os.listdir(folder)):
+        raise ValueError(
+            f"`output_dir` {folder!r} holds the trials of another search: name another folder."
+        )
+    state = optuna.trial.TrialState
+    for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+        # Or a sampler would keep away from its settings.
+        study.tell(killed.number, state=state.FAIL)
+
+    # A killed or failed run is made again.
+    finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+    for number in range(len(finished), n_trials):
+        # A sampler for each run, so that a search that goes on is the same search. Two trials by chance, then the
+        # model decides: with Optuna's own ten, five trials would all be chance.
+        study.sampler = optuna.samplers.GPSampler(seed=args.seed + number, n_startup_trials=2)
+        study.optimize(train, n_trials=1)
+    ranked = rank(study.trials)
+    if not ranked:
+        raise ValueError(
+            f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates."
+        )
+    return ranked
+
+
+def table(trials: Sequence[Mapping[str, Any]], gamma: float) -> str:
+    """The trials, best first, as lines of columns, the best last."""
+    lines = [f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings"]
+    for trial in reversed(trials):
+        settings = []
+        for name, value in trial["settings"].items():
+            settings.append(f"{name} {value:.3g}" if type(value) is float else f"{name} {value}")
+        lines.append(
+            f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  "
+            f"{', '.join(settings)}"
+        )
+    return "\n".join(lines)
+
+
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:
     """The ranges of a search: those given, checked against the settings `args`, or the package's for the objective."""
     if tune_args.search_space is None:
-        names = ["learning_rate"]
-        if args.objective == "descent":
-            names.append("dual_learning_rate")
-        if args.objective in (*PENALTIES, "deep_supervision"):
-            names.append("penalty_coefficient")
-        if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
-            names.append("descent_strength" if args.follows else "descent_alpha")
-        return {name: (RANGES | BASELINES)[name] for name in names}
+        return _default_ranges(args)
     try:
         ranges = json.loads(tune_args.search_space)
     except ValueError:
         ranges = None
-    if (
-        not isinstance(ranges, dict)
-        or not ranges
-        or not all(isinstance(values, list) for values in ranges.values())
-    ):
+    is_mapping = isinstance(ranges, dict) and bool(ranges)
+    if not is_mapping or not all(isinstance(values, list) for values in ranges.values()):
         raise ValueError(
             f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists."
         )
@@ -184,22 +216,38 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
     return ranges
 
 
+def _default_ranges(args: Any) -> dict[str, Sequence[float]]:
+    names = ["learning_rate"]
+    if args.objective == "descent":
+        names.append("dual_learning_rate")
+    if args.objective in (*PENALTIES, "deep_supervision"):
+        names.append("penalty_coefficient")
+    if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
+        names.append("descent_strength" if args.follows else "descent_alpha")
+    ranges = {**RANGES}
+    ranges.update(BASELINES)
+    return {name: ranges[name] for name in names}
+
+
 def judge(folder: str, gamma: float) -> tuple[float, dict[str, Any]]:
     """The metric at `gamma` in a trial's folder, and the metric without noise, feasibility (see [`Run`]) and order."""
-    found = Run.load(folder)
-    values = dict(zip(found.curve.gammas.tolist(), found.curve.mean.tolist()))
-    is_constrained = found.summary.get("objective") not in UNCONSTRAINED
+    trained = Run.load(folder)
+    curve = trained.curve
+    values = dict(zip(curve.gammas.tolist(), curve.mean.tolist()))
+    is_constrained = trained.summary.get("objective") not in UNCONSTRAINED
     facts = {
         "clean": values[0.0],
-        "feasible": found.feasible if is_constrained else None,
-        "greater_is_better": found.curve.greater_is_better,
+        "feasible": trained.feasible if is_constrained else None,
+        "greater_is_better": curve.greater_is_better,
     }
     return values[gamma], facts
 
 
 def rank(trials) -> list:
     """The completed trials, best first: feasible ones (and those without constraints) before infeasible ones."""
+
+    def worth(trial) -> tuple[bool, float]:
+        return trial.user_attrs.get("feasible") is not False, trial.value
+
     completed = [trial for trial in trials if trial.value is not None]
-    return sorted(
-        completed, key=lambda t: (t.user_attrs.get("feasible") is not False, t.value), reverse=True
-    )
+    return sorted(completed, key=worth, reverse=True)

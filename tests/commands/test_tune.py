@@ -75,7 +75,8 @@ def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
     found = next(trial for trial in written["trials"] if trial["trial"] == 2)
     assert {name: settings[name] for name in found["settings"]} == pytest.approx(found["settings"])
     assert found["value"] == pytest.approx(sum(last["values"][1]) / len(last["values"][1]))
-    assert "The last is the best" in capsys.readouterr().out
+    best = written["trials"][0]["trial"]
+    assert f"Trial {best} of 3 is the best, with " in capsys.readouterr().out
 
 
 def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path):

@@ -345,14 +345,14 @@ class DescentArguments:
             )
 
     def _check_last_layer_rise(self) -> None:
-        """ValueError unless `max_last_layer_rise` is a share of 0 or more, or `None`."""
+        """ValueError unless `max_last_layer_rise` is a share from 0 to 1, or `None`."""
         share = self.max_last_layer_rise
         if share is None:
             return
         is_number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not is_number or not 0 <= share <= LARGEST:
+        if not is_number or not 0 <= share <= 1:
             raise ValueError(
-                f"`max_last_layer_rise` is {share!r}; give a share of 0 or more (0.02 for 2 %), or `None` "
+                f"`max_last_layer_rise` is {share!r}; give a share from 0 to 1 (0.02 for 2 %), or `None` "
                 "for no limit."
             )
 

@@ -239,6 +239,12 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"exit_targets": {1.5: 0.1}}, "exit_targets"),
         ({"descent_alpha": "three"}, "`descent_alpha` is 'three'.*'line' or 'steps'"),
         ({"max_last_layer_rise": -0.1}, "`max_last_layer_rise` is -0.1; give a share"),
+        (
+            {"max_last_layer_rise": 2},
+            "`max_last_layer_rise` is 2; give a share from 0 to 1 .0.02 for 2 %",
+        ),
+        ({"exit_targets": {1: True}}, "`exit_targets` is {1: True}"),
+        ({"loss_targets": {1: True}}, "`loss_targets` is {1: True}"),
         ({"max_last_layer_rise": float("nan")}, "max_last_layer_rise.*nan"),
         ({"max_last_layer_rise": [0.1]}, "max_last_layer_rise"),
         ({"max_last_layer_rise": True}, "max_last_layer_rise.*True"),

@@ -368,9 +368,7 @@ def check_targets(
     """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
     exits = name == "exit_targets"
     try:
-        found = {
-            int(f"{layer}"): float(as_python(value)) for layer, value in (targets or {}).items()
-        }
+        found = {int(f"{layer}"): _target_number(value) for layer, value in (targets or {}).items()}
     except (AttributeError, TypeError, ValueError):
         found = {0: 0.0}
     last = None if num_layers is None else num_layers - exits
@@ -388,6 +386,14 @@ def check_targets(
                 f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}."
             )
     return dict(sorted(found.items()))
+
+
+def _target_number(value: Any) -> float:
+    """TypeError for true and false, which would be 1 and 0."""
+    number = as_python(value)
+    if isinstance(number, bool):
+        raise TypeError(f"{number} is no number")
+    return float(number)
 
 
 def check_alpha(

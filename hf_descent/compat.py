@@ -124,8 +124,10 @@ def scaled_for_accumulation(
         trainer.loss_is_scaled_for_ga = is_scaled
         return loss
 
-    takes_items = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
-    trainer_divides = not takes_items and trainer.compute_loss_func is None
+    is_given_items = num_items_in_batch is not None
+    trainer_divides = trainer.compute_loss_func is None
+    if trainer.model_accepts_loss_kwargs and is_given_items:
+        trainer_divides = False
     if is_scaled and trainer_divides:
         return loss * trainer.current_gradient_accumulation_steps
     if not is_scaled and not trainer_divides:
@@ -179,7 +181,7 @@ else:
 
 def enable_checkpointing(model: PreTrainedModel, options: Mapping[str, Any] | None) -> None:
     """Checkpoint the activations of a model as Trainer does with these `activation_checkpointing_kwargs`."""
-    options = dict(options or {})
+    options = {} if options is None else dict(options)
     others = {}
     if "every_n_layers" in options:
         others["every_n_layers"] = options.pop("every_n_layers")
@@ -232,7 +234,7 @@ def as_config(
     """A configuration from its values, which may name their `model_type`; the default one from `None`."""
     if isinstance(config, PreTrainedConfig):
         return config
-    values = dict(config or {})
+    values = {} if config is None else dict(config)
     return AutoConfig.for_model(values.pop("model_type", model_type), **values)
 
 

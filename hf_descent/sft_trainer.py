@@ -53,19 +53,24 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # TRL weighs the router's loss by its own coefficient; models weigh it by what they read when they were built.
-        coefficient = router_coefficient(self)
-        for module in inner_model(self.model).modules():
-            if coefficient is not None and hasattr(module, "router_aux_loss_coef"):
-                module.router_aux_loss_coef = coefficient
-        eval_datasets = (
-            self.eval_dataset
-            if isinstance(self.eval_dataset, dict)
-            else {"eval": self.eval_dataset}
-        )
-        for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
+        self._set_router_coefficient()
+        datasets = {"train": self.train_dataset}
+        if isinstance(self.eval_dataset, dict):
+            datasets.update(self.eval_dataset)
+        else:
+            datasets["eval"] = self.eval_dataset
+        for name, dataset in datasets.items():
             if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
                 checks.check_positions(self, dataset, name)
+
+    def _set_router_coefficient(self) -> None:
+        # TRL weighs the router's loss by its own coefficient; models weigh it by what they read when they were built.
+        coefficient = router_coefficient(self)
+        if coefficient is None:
+            return
+        for module in inner_model(self.model).modules():
+            if hasattr(module, "router_aux_loss_coef"):
+                module.router_aux_loss_coef = coefficient
 
     def preview(self) -> str:
         """The first training example as the model sees it: its text, split where tokens with a label begin or end."""
@@ -73,14 +78,15 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         if "input_ids" not in example:  # TRL leaves images and their texts to the collator
             batch = self.data_collator([example])
             example = {name: batch[name][0].tolist() for name in ("input_ids", "labels")}
-        labels = example.get("labels", example["input_ids"])
+        tokens = example["input_ids"]
+        labels = example.get("labels", tokens)
         count = sum(label != IGNORE_INDEX for label in labels)
+
         lines = [f"First training example: {len(labels)} tokens, {count} with a label"]
-        for scored, stretch in groupby(
-            zip(example["input_ids"], labels), key=lambda pair: pair[1] != IGNORE_INDEX
-        ):
+        for is_scored, stretch in groupby(zip(tokens, labels), key=_has_label):
             text = self.processing_class.decode([token for token, _ in stretch])
-            lines.append(f"[{'label' if scored else 'no label'}] {text!r}")
+            kind = "label" if is_scored else "no label"
+            lines.append(f"[{kind}] {text!r}")
         return "\n".join(lines)
 
     # ---- data ----
@@ -102,8 +108,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return not self._reads_layers  # TRL itself divides by the items of the whole step
 
     def _prepare_inputs(self, inputs):
+        inputs = dict(super()._prepare_inputs(inputs))
         # As TRL's own `compute_loss` has it: beside a cache, the attention mask would ignore the borders of documents.
-        return {**super()._prepare_inputs(inputs), "use_cache": False}
+        inputs["use_cache"] = False
+        return inputs
 
     @torch.no_grad()
     def _log_tokens(self, inputs, outputs, tokens):
@@ -113,14 +121,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         count = gather(torch.tensor(len(tokens.hits), device=tokens.hits.device)).sum().clamp(min=1)
         metrics["entropy"].append((gather(tokens.entropies.sum()).sum() / count).item())
         metrics["mean_token_accuracy"].append((gather(tokens.hits.sum()).sum() / count).item())
+
         if self.model.training:
-            mask = inputs.get("attention_mask")
-            seen = (
-                torch.tensor(inputs["position_ids"].size(1), device=count.device)
-                if mask is None
-                else mask.sum()
-            )
-            self._total_train_tokens += gather(seen).sum().item()
+            self._total_train_tokens += gather(_number_of_tokens(inputs, count.device)).sum().item()
         metrics["num_tokens"] = [self._total_train_tokens]
         if self.aux_loss_enabled:
             metrics["aux_loss"].append(gather(outputs["aux_loss"]).mean().item())
@@ -128,16 +131,22 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     # ---- evaluation and logs ----
 
     def get_eval_dataloader(self, eval_dataset=None):
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        scores_rows = self.compute_metrics is not None and not self.padding_free
-        filled = dataset if scores_rows else self._filled(dataset)
-        return super().get_eval_dataloader(eval_dataset if filled is dataset else filled)
+        if self.compute_metrics is not None and not self.padding_free:  # which scores rows
+            return super().get_eval_dataloader(eval_dataset)
+        dataset = eval_dataset
+        if dataset is None:
+            dataset = self.eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        filled = self._filled(dataset)
+        if filled is not dataset:
+            eval_dataset = filled
+        return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
-        return super().get_test_dataloader(
-            self._filled(test_dataset) if self.padding_free else test_dataset
-        )
+        if self.padding_free:
+            test_dataset = self._filled(test_dataset)
+        return super().get_test_dataloader(test_dataset)
 
     def _filled(self, dataset):
         """`dataset`, with rows without labels at the end that fill the last batch on several processes.
@@ -148,7 +157,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         has_labels = isinstance(dataset, Dataset) and "labels" in dataset.column_names
         if processes == 1 or not self._reads_layers or not has_labels:
             return dataset
-        filler = dataset.select([0] * (-len(dataset) % (self.args.eval_batch_size * processes)))
+        missing = -len(dataset) % (self.args.eval_batch_size * processes)
+        filler = dataset.select([0] * missing)
         ignored = [[IGNORE_INDEX] * len(labels) for labels in filler["labels"]]
         filler = filler.remove_columns("labels").add_column(
             "labels", ignored, feature=dataset.features["labels"]
@@ -169,37 +179,45 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
         if "input_ids" not in get_dataset_column_names(dataset) and not self._skip_prepare_dataset:
-            packing = (
-                self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-            )
+            packing = self.args.eval_packing
+            if packing is None:
+                packing = self.args.packing
             dataset = self._prepare_dataset(
                 dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
             )
         # With TRL's columns, which hold the lengths of packed documents.
         collate = self._get_collator_with_removed_columns(self.data_collator)
-        return DataLoader(
-            dataset,
-            self.args.eval_batch_size,
-            collate_fn=lambda rows: self._prepare_inputs(collate(rows)),
-        )
+
+        def prepared(rows):
+            return self._prepare_inputs(collate(rows))
+
+        return DataLoader(dataset, self.args.eval_batch_size, collate_fn=prepared)
 
     def _run_summary(self):
         summary = super()._run_summary()
         if "training_started" not in summary:
             return summary
-        first = (
-            self.train_dataset[0]
-            if isinstance(self.train_dataset, Dataset)
-            else {"labels": [IGNORE_INDEX]}
-        )
-        if IGNORE_INDEX not in first.get(
-            "labels", ()
-        ):  # rows that come with labels may leave out others than prompts
+        # Rows that come with labels may leave out others than prompts.
+        rows = self.train_dataset
+        if isinstance(rows, Dataset) and IGNORE_INDEX not in rows[0].get("labels", ()):
             summary["completion_only_loss"] = self.completion_only_loss
-        return summary | {"num_tokens": self._total_train_tokens}
+        summary["num_tokens"] = self._total_train_tokens
+        return summary
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # TRL would count from nothing.
         saved = RunFolder(kwargs.get("resume_from_checkpoint") or "").summary
         self._total_train_tokens = saved.get("num_tokens", self._total_train_tokens)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
+
+
+def _has_label(token_and_label: tuple[int, int]) -> bool:
+    return token_and_label[1] != IGNORE_INDEX
+
+
+def _number_of_tokens(inputs, device: torch.device) -> torch.Tensor:
+    """The tokens of a batch as TRL counts them, a scalar."""
+    mask = inputs.get("attention_mask")
+    if mask is None:  # of rows that are strung together
+        return torch.tensor(inputs["position_ids"].size(1), device=device)
+    return mask.sum()

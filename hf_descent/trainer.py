@@ -154,6 +154,7 @@ class DescentMixin:
         start = time.perf_counter()
         epoch_iterator = self._prepared(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+
         if batches:  # of data without a length Trainer goes on asking
             self._run.record.step_starts.append(start)
             if self._reads_layers:
@@ -164,6 +165,7 @@ class DescentMixin:
             self.control.should_training_stop = True
             batches = []
             num_items = None
+
         self._run.begin_step(self, batches, counts_items=not self._stock_scaling_is_right)
         return batches, num_items
 
@@ -201,7 +203,9 @@ class DescentMixin:
         scales = not (self._stock_scaling_is_right or task is None) and self._is_labelled(inputs)
         if scales and (num_items_in_batch is None or not task.takes_items):
             return self._scaled_plain_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self._noise_of_micro_batch() if model.training else contextlib.nullcontext():
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        with self._noise_of_micro_batch():
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _scaled_plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
@@ -209,6 +213,7 @@ class DescentMixin:
         if not model.training:
             # Given items, Trainer would multiply any loss by the number of processes.
             return super().compute_loss(model, inputs, return_outputs)
+
         with self._noise_of_micro_batch():
             share = self._run.step.share(self._run.task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -239,8 +244,10 @@ class DescentMixin:
         return self._run.noise
 
     def _after_optimizer_step(self, skipped: bool) -> None:
+        if self.accelerator.optimizer_step_was_skipped:
+            skipped = True
         if self._run.objective is not None:
-            self._run.objective.step(skipped or self.accelerator.optimizer_step_was_skipped)
+            self._run.objective.step(skipped)
 
     def _after_epoch(self) -> None:
         if self._run.objective is not None and self.args.slack_restart:
@@ -266,10 +273,12 @@ class DescentMixin:
     def _has_to_find_out(self, model: nn.Module) -> bool:
         if self._reads_layers:
             return not self._run.reads(model)
+
         # Trainer itself counts the labels of plain training, which takes their shift.
-        has_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        counts = self.model_accepts_loss_kwargs or has_own_loss or not self._stock_scaling_is_right
-        return counts and self._run.task is None
+        is_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        if self.model_accepts_loss_kwargs or is_own_loss or not self._stock_scaling_is_right:
+            return self._run.task is None
+        return False
 
     def _find_out(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Find out on a batch what this run has to know of the model, its loss and its layers."""
@@ -329,6 +338,7 @@ class DescentMixin:
             reads_beside = self._run.beside_evaluation(self, super().compute_loss)
         with reads_beside:
             output = loop(metric_key_prefix=metric_key_prefix)
+
         if self._reads_layers and not output.num_samples:
             raise ValueError(
                 "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
@@ -343,14 +353,16 @@ class DescentMixin:
             run.judge_beside()
         if run.judge is None:
             return
+
         readings = run.references.of_process(run.evaluation.set_name, self)
         rows = evaluation.gathered(self, run.totals, readings, run.references.of_other_data())
-        found, certificate = evaluation.layer_metrics(
+        additions, certificate = evaluation.layer_metrics(
             run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
         )
         if not self._reads_layers:
-            found.pop(f"{prefix}_loss", None)  # Trainer's own stays
-        metrics.update(found)
+            additions.pop(f"{prefix}_loss", None)  # Trainer's own stays
+        metrics.update(additions)
+
         if certificate is None:
             return
         certificate = run.keep_certificate(certificate, self.state)
@@ -364,16 +376,19 @@ class DescentMixin:
         is_labelled = self._is_labelled(inputs)
         if is_labelled and not self._stock_scaling_is_right and self._has_to_find_out(model):
             self._find_out(model, preparation.prepared(self, inputs))
+
         if self._reads_layers:
             ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(
             super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
         )
+
         if not self._reads_layers:
             prediction = predict()
             if self._run.beside is not None:
                 self._run.beside.read(model, inputs)
             return prediction
+
         if is_labelled:
             return self._measured_prediction(predict, model, inputs, prediction_loss_only)
         if self._readout is None:
@@ -386,10 +401,12 @@ class DescentMixin:
         """The prediction of a batch, whose layer losses are added to those of the evaluation."""
         before = self._run.totals
         own_rows = evaluation.rows_counted_once(self, inputs)
+
         if prediction_loss_only:
             prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
         else:
             prediction = predict()
+
         # A batch whose rows are repeated in part is measured again, on its own rows alone; so is one for which
         # Seq2SeqTrainer calls the model by itself, since it generates.
         if own_rows is not None or self._run.totals is before:
@@ -506,26 +523,36 @@ class DescentMixin:
         self._add_callbacks()
         checks.check_best_metric(self)
         checks.report_own_averages(self.args)
+
         if self._reads_layers:
             checks.check_data(self, self._readout, self._dual_dataset)
+
         checkpoint = kwargs.get("resume_from_checkpoint")
-        searched = self._run.record.searched or "searched" in self.command
+        searched = "searched" in self.command
+        if self._run.record.searched:
+            searched = True
         self._run = DescentRun(RunRecord(checkpoint, time.time(), searched))
+
         preparation.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
     def save_model(self, output_dir=None, _internal_call=False):
-        is_checkpoint = _internal_call and bool(output_dir)
+        folder = output_dir
+        if folder is None:
+            folder = self.args.output_dir
+        is_checkpoint = _internal_call and folder != self.args.output_dir
         if is_checkpoint and self.args.should_save:
-            checkpoints.mark_incomplete(output_dir)
+            checkpoints.mark_incomplete(folder)
+
         super().save_model(output_dir, _internal_call)
         if self._readout is not None and not _internal_call and self.is_world_process_zero():
             checkpoints.warn_of_readout(self._readout)
+
         if self.args.should_save:
-            RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
+            RunFolder(folder).write_summary(self._run_summary())
         if is_checkpoint and self.args.save_only_model:
-            self._save_run(output_dir)
+            self._save_run(folder)
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
@@ -589,12 +616,13 @@ class DescentMixin:
         """Write `README.md` and `model_card.json`, from the files of the output folder; arguments as of the class."""
         if not self.is_world_process_zero():
             return
-        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
+        signature = inspect.signature(super().create_model_card)
         run = RunFolder(self.args.output_dir)
         run.write_summary(self._run_summary())
         if self._readout is None:
             run.write(results_of_weights(self, self._run.record))
-        write_card(run.path, **card_facts(self, given, self._run.has_started, self._readout))
+        arguments = signature.bind(*args, **kwargs).arguments
+        write_card(run.path, **card_facts(self, arguments, self._run.has_started, self._readout))
 
 
 class DescentTrainer(DescentMixin, Trainer):

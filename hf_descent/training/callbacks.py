@@ -75,7 +75,10 @@ class DescentCallback(TrainerCallback):
         self.before_training()
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        self.scale = scaler.get_scale() if (scaler := getattr(optimizer, "scaler", None)) else None
+        scaler = getattr(optimizer, "scaler", None)
+        self.scale = None
+        if scaler is not None:
+            self.scale = scaler.get_scale()
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         # accelerate does not see it where a fused optimizer itself leaves the weights as they are.
@@ -92,36 +95,53 @@ class DescentCallback(TrainerCallback):
             self.after_epoch()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        metrics = metrics or {}
-        chosen_by = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
-        if chosen_by.endswith("feasible_score") and metrics.get(chosen_by, 0.0) < 0:
-            for callback in self.others:
-                if isinstance(callback, EarlyStoppingCallback):
-                    callback.early_stopping_patience_counter = (
-                        -1
-                    )  # it is about to count this evaluation
-        # Each logged the scalars before, so that its run is open.
-        trackers = [
-            each for each in self.others if isinstance(each, TensorBoardCallback | TrackioCallback)
-        ]
+        if metrics is None:
+            return
+        metric = (args.metric_for_best_model or "").removeprefix("eval_")
+        score = metrics.get(f"eval_{metric}", 0.0)
+        if metric.endswith("feasible_score") and score < 0:
+            self._put_off_stopping()
         names = [name for name in metrics if LAYER_LOSS.search(name)]
-        draws = is_installed("matplotlib")
-        if not (trackers and names and draws and state.is_world_process_zero):
+        if names and state.is_world_process_zero and is_installed("matplotlib"):
+            self._draw(names, metrics, args, state.global_step)
+
+    def _put_off_stopping(self) -> None:
+        for callback in self.others:
+            if isinstance(callback, EarlyStoppingCallback):
+                callback.early_stopping_patience_counter = (
+                    -1
+                )  # it is about to count this evaluation
+
+    def _draw(
+        self, names: list[str], metrics: Mapping[str, float], args: TrainingArguments, step: int
+    ) -> None:
+        """Give trackers a figure of the metrics `names`, which each logged before, so that its run is open."""
+        kinds = TensorBoardCallback | TrackioCallback
+        trackers = [callback for callback in self.others if isinstance(callback, kinds)]
+        if not trackers:
             return
 
         from ..evaluation.plots import pixels, plot_evaluation
 
-        facts = self.certificate(), args.gamma_train, args.objective not in UNCONSTRAINED
-        image = pixels(plot_evaluation([metrics[name] for name in names], *facts))
-        ((name, image),) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): image}).items()
+        losses = [metrics[name] for name in names]
+        is_constrained = args.objective not in UNCONSTRAINED
+        figure = plot_evaluation(losses, self.certificate(), args.gamma_train, is_constrained)
+        image = pixels(figure)
+        (title,) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): None})
         for tracker in trackers:
-            if isinstance(tracker, TrackioCallback):
-                import trackio
+            _log_image(tracker, title, image, step)
 
-                trackio.log({name: trackio.Image(image), "train/global_step": state.global_step})
-            elif tracker.tb_writer is not None:
-                tracker.tb_writer.add_image(name, image, state.global_step, dataformats="HWC")
-                tracker.tb_writer.flush()
+
+def _log_image(
+    tracker: TensorBoardCallback | TrackioCallback, title: str, image, step: int
+) -> None:
+    if isinstance(tracker, TrackioCallback):
+        import trackio
+
+        trackio.log({title: trackio.Image(image), "train/global_step": step})
+    elif tracker.tb_writer is not None:
+        tracker.tb_writer.add_image(title, image, step, dataformats="HWC")
+        tracker.tb_writer.flush()
 
 
 def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
@@ -134,12 +154,15 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
     if "loss" not in logs or not violations:
         return None
     parts = [f"step {step}/{max_steps}", f"f_L {_number(logs['loss'])}"]
-    row = max(violations, key=violations.get)
-    layer = row.rsplit("_", 1)[-1]
-    distance = violations[row]
-    place = f"{_number(abs(distance))} {'above' if distance > 0 else 'below'} what is asked"
+
+    name = max(violations, key=violations.get)
+    layer = name.rsplit("_", 1)[-1]
+    violation = violations[name]
+    side = "above" if violation > 0 else "below"
     loss = _number(logs[f"layer_loss_{layer}"])
-    parts.append(f"furthest behind: layer {layer} at {loss}, {place}")
+    distance = f"{_number(abs(violation))} {side} what is asked"
+    parts.append(f"furthest behind: layer {layer} at {loss}, {distance}")
+
     if "max_acting_violation" in logs:
         multipliers = _by_row("multiplier", logs).values()
         parts.append(f"largest violation acted on {_number(logs['max_acting_violation'])}")
@@ -163,16 +186,16 @@ def _number(value: Any) -> str:
     return f"{float(value):.3g}"
 
 
-def _without_layers(logs: Mapping[str, Any] | None) -> dict[str, Any]:
+def _without_layers(logs: Mapping[str, Any]) -> dict[str, Any]:
     """The logs without the values of single layers, which are for trackers: 4 L numbers make no readable line."""
-    return {name: value for name, value in (logs or {}).items() if not PER_LAYER.search(name)}
+    return {name: value for name, value in logs.items() if not PER_LAYER.search(name)}
 
 
 class DescentProgressCallback(ProgressCallback):
     """A progress bar that writes [`training_line`] in place of all logged values."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        line = training_line(logs or {}, state.global_step, state.max_steps)
+        line = training_line(logs, state.global_step, state.max_steps)
         if line is None:
             super().on_log(args, state, control, logs=_without_layers(logs), **kwargs)
         elif state.is_world_process_zero and self.training_bar is not None:
@@ -183,7 +206,7 @@ class DescentPrinterCallback(PrinterCallback):
     """Prints [`training_line`] in place of all logged values, where there is no progress bar."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        line = training_line(logs or {}, state.global_step, state.max_steps)
+        line = training_line(logs, state.global_step, state.max_steps)
         if line is None:
             super().on_log(args, state, control, logs=_without_layers(logs), **kwargs)
         elif state.is_local_process_zero:

@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,30 +53,35 @@ CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
     """The checkpoint that a run goes on from: for `True` the newest complete one. What makes the run another one than
     that of the checkpoint is logged. ValueError where there is none, or the one named is not complete."""
+    if not resume_from_checkpoint:
+        return resume_from_checkpoint
     # On the first process: another could see a shared disk as it was a moment ago, and go on from elsewhere.
-    if resume_from_checkpoint is True:
-        resume_from_checkpoint = on_first_process(args, newest_complete_checkpoint, args.output_dir)
-    elif resume_from_checkpoint:
-        on_first_process(args, check_complete, resume_from_checkpoint)
-    if resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
-        _check_readout(resume_from_checkpoint)
+    checkpoint = resume_from_checkpoint
+    if checkpoint is True:
+        checkpoint = on_first_process(args, newest_complete_checkpoint, args.output_dir)
+    else:
+        on_first_process(args, check_complete, checkpoint)
+
+    if os.path.isdir(checkpoint):
+        _check_readout(checkpoint)
         if args.process_index == 0:
-            _report_changes(resume_from_checkpoint, args)
-    return resume_from_checkpoint
+            _report_changes(checkpoint, args)
+    return checkpoint
 
 
 def on_first_process(args: TrainingArguments, function: Callable[[str], Any], folder: str) -> Any:
     """What `function` gives for `folder` on the first process, or raises there, on all of them."""
-    found = None
+    result = None
     if args.process_index == 0:
         try:
-            found = function(folder)
+            result = function(folder)
         except Exception as error:  # whatever it is, the others wait
-            found = error
-    found = broadcast_object_list([found])[0]
-    if isinstance(found, Exception):
-        raise found
-    return found
+            result = error
+
+    (result,) = broadcast_object_list([result])
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _check_readout(checkpoint: str) -> None:
@@ -97,12 +103,14 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
     saved = RunFolder(checkpoint).summary.get("arguments")
     if saved is None:  # of plain Trainer
         return
-    now, default = json.loads(json.dumps(training_arguments(args))), "at its default"
-    changes = [
-        f"`{name}` was {saved.get(name, default)} and is {now.get(name, default)}"
-        for name in sorted(saved.keys() | now.keys())
-        if saved.get(name, default) != now.get(name, default)
-    ]
+
+    present = json.loads(json.dumps(training_arguments(args)))
+    changes = []
+    for name in sorted(saved.keys() | present.keys()):
+        before = saved.get(name, "at its default")
+        now = present.get(name, "at its default")
+        if before != now:
+            changes.append(f"`{name}` was {before} and is {now}")
     if changes:
         logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
@@ -151,9 +159,10 @@ def check_agreement(trainer: Trainer, multipliers: torch.Tensor) -> None:
     On every process, or the others would wait for the one that raises.
     """
     process = trainer.args.process_index
-    first = reduced(
-        trainer, multipliers if process == 0 else torch.zeros_like(multipliers)
-    )  # [layers]
+    own_part = torch.zeros_like(multipliers)
+    if process == 0:
+        own_part = multipliers
+    first = reduced(trainer, own_part)  # [rows]
     if reduced(trainer, (multipliers != first).any().float()):
         raise RuntimeError(
             f"The multipliers differ between processes: {multipliers.tolist()} on process {process}, "
@@ -172,11 +181,14 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
     is_whole = isinstance(model, PreTrainedModel) and not (
         trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     )
-    files = list(Path(folder).glob("model*.safetensors")) if is_whole else []
+    files = []
+    if is_whole:
+        files = list(Path(folder).glob("model*.safetensors"))
     saved = set().union(*(safe_open(file, framework="pt").keys() for file in files))
     if not files or saved <= model.state_dict().keys():
         yield
         return
+
     weights = _weights_by_own_names(model, files)
 
     def rename(module, state_dict, prefix, *_):
@@ -195,11 +207,13 @@ def run_summary(
     started says nothing of training."""
     architecture = type(inner_model(trainer.model)).__name__
     summary = {"model": architecture}
+
     dual = _dual_summary(run)
     if run.has_started:
         summary.update(_training_summary(trainer, run.record, dual, readout))
         if command:
             summary["command"] = dict(command)
+
     summary.update(_model_summary(trainer.model, architecture))
     if run.record.step_seconds is not None:
         summary["step_seconds"] = run.record.step_seconds
@@ -230,14 +244,15 @@ def _training_summary(
         "arguments": training_arguments(args),
         "training_started": record.started,
     }
+
     if has_length(trainer.train_dataset):
         summary["train_rows"] = len(trainer.train_dataset)
     if "dual_rows" in dual:
         summary["dual_source"] = "dual_dataset"
     sets = evaluation_sets(trainer).values()
-    chooses = record.searched or args.eval_strategy != "no"
-    if chooses and all(map(has_length, sets)):
+    if (record.searched or args.eval_strategy != "no") and all(map(has_length, sets)):
         summary["select_rows"] = sum(map(len, sets))
+
     if readout is not None:
         summary["readout"] = name_of(readout)
     if trainer.compute_loss_func is not None:
@@ -253,8 +268,8 @@ def _model_summary(model: nn.Module, architecture: str) -> dict[str, Any]:
         names += ["num_labels", "id2label", "pooling", "classifier_bias", "pad_token_id"]
     values = {name: getattr(config, name, None) for name in names}
     encoder = getattr(config, "encoder_config", None)
-    values["encoder"] = getattr(encoder, "_name_or_path", None) or None
-    return {name: value for name, value in values.items() if value is not None}
+    values["encoder"] = getattr(encoder, "_name_or_path", None)
+    return {name: value for name, value in values.items() if value not in (None, "")}
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:
@@ -264,19 +279,20 @@ def newest_complete_checkpoint(output_dir: str) -> str:
     Those of plain `Trainer` do not say, and stand for themselves. Incomplete folders, left by a killed process, are
     passed over and named in the log.
     """
-    found = []
+    checkpoints = []
     for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         if not (step.isdecimal() and folder.is_dir()):
             continue
         try:
-            written = (folder / TRAINER_STATE_NAME).stat().st_mtime
-            started = RunFolder(folder).summary.get("training_started") or written
+            started = (folder / TRAINER_STATE_NAME).stat().st_mtime
+            started = RunFolder(folder).summary.get("training_started", started)
         except (OSError, ValueError):
             started = math.inf  # incomplete
-        found.append((started, int(step), str(folder)))
+        checkpoints.append((started, int(step), str(folder)))
+
     # The newest comes first: older ones, which may be large, need not be read.
-    for *_, folder in sorted(found, reverse=True):
+    for *_, folder in sorted(checkpoints, reverse=True):
         fault = next(faults(folder), None)
         if fault is None:
             return folder
@@ -286,7 +302,10 @@ def newest_complete_checkpoint(output_dir: str) -> str:
 
 def check_complete(checkpoint: str, resumes: bool = True) -> None:
     """ValueError where a checkpoint folder is incomplete or damaged, for training or for its model alone."""
-    for fault in faults(checkpoint, resumes) if os.path.isdir(checkpoint) else ():
+    if not os.path.isdir(checkpoint):
+        return
+    fault = next(faults(checkpoint, resumes), None)
+    if fault is not None:
         raise ValueError(
             f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`."
         )
@@ -311,12 +330,15 @@ def faults(checkpoint: str, resumes: bool = True) -> Iterator[str]:
     # The weights of FSDP and DeepSpeed lie in folders of their own.
     if not any(path.is_dir() or path.name.startswith(WEIGHTS) for path in folder.iterdir()):
         yield f"{folder} holds no model weights"
+
     saved = contents.get(CHECKSUMS_NAME, {"files": {}})
     step = contents[TRAINER_STATE_NAME].get("global_step")
     if saved.get("step", step) != step:
         yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
 
-    may_be_missing = () if resumes else ONLY_TO_RESUME
+    may_be_missing = ()
+    if not resumes:
+        may_be_missing = ONLY_TO_RESUME
     if _is_converted(folder, saved["files"]):
         may_be_missing += WEIGHTS
     for name, known in saved["files"].items():
@@ -336,12 +358,12 @@ def _is_converted(folder: Path, saved: Collection[str]) -> bool:
 
 def size_and_checksum(path: Path) -> list[int]:
     """Of a file. Shards of FSDP and DeepSpeed, too many for one process to read, are known by their sizes alone."""
-    found = 0
+    checksum = 0
     if path.suffix != ".distcp" and not path.parent.name.startswith("global_step"):
         with open(path, "rb") as file:
-            while chunk := file.read(2**20):
-                found = zlib.crc32(chunk, found)
-    return [path.stat().st_size, found]
+            for chunk in iter(partial(file.read, 2**20), b""):
+                checksum = zlib.crc32(chunk, checksum)
+    return [path.stat().st_size, checksum]
 
 
 def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, torch.Tensor]:
@@ -358,10 +380,12 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
     try:
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)
-        if info.mismatched_keys or info.conversion_errors:
+        misfits = info.conversion_errors
+        if not misfits:
+            misfits = sorted(info.mismatched_keys)
+        if misfits:
             raise ValueError(
-                f"The weights in {files[0].parent} are not those of this {type(model).__name__}: "
-                f"{info.conversion_errors or sorted(info.mismatched_keys)}."
+                f"The weights in {files[0].parent} are not those of this {type(model).__name__}: {misfits}."
             )
         return {
             name: weight

@@ -40,11 +40,13 @@ logger = logging.get_logger(__name__)
 
 def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""
-    args, loader = trainer.args, trainer.accelerator.gradient_state
+    args = trainer.args
+    loader = trainer.accelerator.gradient_state
     if args.world_size == 1 or not loader.end_of_dataloader:
         return None
     if loader.remainder == 0 or args.dataloader_drop_last:
         return None
+
     if loader.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         logger.warning_once(
             "Some rows of the last evaluation batch may count twice: those that fill it up for all processes cannot "
@@ -70,12 +72,9 @@ def without_repeats(inputs: Mapping[str, Any], own_rows: int | None) -> Mapping[
 
 def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
-    config = getattr(model, "config", None)
-    keys = (
-        getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"])
-        if keys is None
-        else keys
-    )
+    if keys is None:
+        config = getattr(model, "config", None)
+        keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"])
     return [*keys, "hidden_states", "encoder_hidden_states", "decoder_hidden_states"]
 
 
@@ -131,11 +130,12 @@ class LayersBeside:
     def _report_unread(self, error: Exception) -> None:
         """ValueError where this run needs what cannot be read; else a log, louder where targets are not judged."""
         args = self._trainer.args
-        chosen_by = args.metric_for_best_model or ""
-        if is_of_layers(chosen_by):
+        chosen_by = args.metric_for_best_model
+        if chosen_by is not None and is_of_layers(chosen_by):
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, but the layers cannot be read: {error}"
             ) from error
+
         text = f"The evaluation of plain training leaves the layers out: {error}"
         if args.exit_targets or args.loss_targets:
             logger.warning(f"{text} So the targets are not judged.")
@@ -161,9 +161,11 @@ class LayersBeside:
             layers = self._layers
             if layers is None:
                 return
+
             inputs = without_repeats(inputs, own_rows)
             place = (trainer.args.process_index, self._totals.batches)
             losses = layers.measure(model, inputs, keep_logits=False, key=place)
+
         if own_rows == 0:
             return
         labels = None
@@ -217,16 +219,16 @@ def gathered(
     `readings` are earlier ones of the same data in this process, by their time. Where their rows cannot be told to be
     the same, references are those `of_other_data`.
     """
-    found = totals.rows.gathered(trainer.args.world_size > 1, list(readings.values()))
+    rows = totals.rows.gathered(trainer.args.world_size > 1, list(readings.values()))
     items = reduced(trainer, torch.as_tensor(totals.items))
-    references = [
-        Reference.measured(time, rows, is_same_data=True)
-        for time, rows in zip(readings, found.earlier)
-        if (rows[:, 1] > 0).any()
-    ]
+
+    references = []
+    for time, losses_and_items in zip(readings, rows.earlier):
+        if (losses_and_items[:, 1] > 0).any():
+            references.append(Reference.measured(time, losses_and_items, is_same_data=True))
     if len(references) < len(readings) or not readings:
         references = list(of_other_data)
-    return EvaluatedRows(found.sums, int(items), found.whole_batches, references)
+    return EvaluatedRows(rows.sums, int(items), rows.whole_batches, references)
 
 
 def layer_metrics(
@@ -241,12 +243,14 @@ def layer_metrics(
     sums = rows.sums
     if not len(sums):
         return {}, None
+
     losses = torch.from_numpy(sums[:, :-1].sum(axis=0) / sums[:, -1].sum())  # [layers]
     metrics = {f"layer_loss_{layer}": loss for layer, loss in enumerate(losses.tolist(), start=1)}
     # Trainer averages batches; f_L is an average over items.
     metrics["loss"] = losses[-1].item()
     metrics["feasible"] = 0.0
     metrics["largest_rise"] = largest_rise(losses)
+
     certificate = None
     if dual.problem is not None:
         certificate = certify(
@@ -266,6 +270,7 @@ def layer_metrics(
             logger.warning_once(
                 f"{len(sums)} examples are too few for a verdict on the constraints: give {LEAST_ROWS} or more."
             )
+
     metrics["feasible_score"] = feasible_score(metrics["loss"], certificate)
     named = {f"{prefix}_{name}": value for name, value in metrics.items() if value is not None}
     return named, certificate
@@ -280,15 +285,21 @@ def feasible_score(last_loss: float, certificate: Certificate | None) -> float:
     """
     if not math.isfinite(last_loss):
         return -2.0
+
     # The greater, the smaller f_L is.
-    height = 1 / (1 + last_loss) if last_loss >= 0 else 1 - last_loss
+    height = 1 - last_loss
+    if last_loss >= 0:
+        height = 1 / (1 + last_loss)
     share = height / (1 + height)  # the same, in (0, 1)
     if certificate is None or not certificate.has_learned:
         return share - 2
     if certificate.feasible:
         return height
+
     miss = certificate.shortfall + 1e-3 * (1 - share)
-    return -miss / (1 + miss) if math.isfinite(miss) else -1.0
+    if not math.isfinite(miss):
+        return -1.0
+    return -miss / (1 + miss)
 
 
 def facts_of(
@@ -344,9 +355,11 @@ def chosen_dataset(known, dataset):
             names = ", ".join(map(repr, known))
             raise ValueError(f"`eval_dataset` is {dataset!r}; give one of {names}.")
         return known[dataset]
-    if dataset is None and known is None:
+
+    if dataset is None:
+        dataset = known
+    if dataset is None:
         raise ValueError("The trainer has no `eval_dataset`: give one.")
-    dataset = known if dataset is None else dataset
     if isinstance(dataset, str):
         raise ValueError(
             f"`eval_dataset` is {dataset!r}, but the trainer has no sets with names: give a dataset."
@@ -365,26 +378,39 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
     if accelerator.mixed_precision != "no" and not shards_parameters and not accelerator._models:
         # Before the first turn of `evaluate`, mixed precision is not yet in the model's forward.
         accelerator.prepare_model(trainer.model, evaluation_mode=True)
+
     model = unwrapped(trainer.model)
-    config = getattr(inner_model(model), "config", None)
-    # Regression, as transformers' own losses recognise it.
-    problem = getattr(config, "problem_type", None)
-    classifies = re.search("For(Sequence|Image|Video)Classification", type(model).__name__)
-    is_regression = problem == "regression" or (
-        problem is None and classifies is not None and config.num_labels == 1
-    )
-    is_regression = is_regression or type(model).__name__.endswith("Denoising")
-    # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    gathers = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and plugin.zero_stage == 3)
-    return model, {
-        "metric": "rmse" if is_regression else "accuracy",
+    loss_fn = trainer.compute_loss_func
+    if loss_fn is None:
+        loss_fn = trainer.label_smoother
+    arguments = {
+        "metric": "accuracy",
         "data_collator": trainer.data_collator,
         "batch_size": trainer.args.eval_batch_size,
         "label_names": trainer.label_names,
-        "layer_loss_fn": trainer.compute_loss_func or trainer.label_smoother,
+        "layer_loss_fn": loss_fn,
         "readout": readout,
         "remove_unused_columns": trainer.args.remove_unused_columns,
-        "accelerator": None if gathers else accelerator,
+        "accelerator": accelerator,
         "progress": trainer.is_world_process_zero() and not trainer.args.disable_tqdm,
     }
+    if _predicts_numbers(model):
+        arguments["metric"] = "rmse"
+
+    # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and plugin.zero_stage == 3):
+        arguments["accelerator"] = None
+    return model, arguments
+
+
+def _predicts_numbers(model: nn.Module) -> bool:
+    """Whether a model is one of regression, as transformers' own losses recognise it, or a denoiser."""
+    name = type(model).__name__
+    if name.endswith("Denoising"):
+        return True
+    config = getattr(inner_model(model), "config", None)
+    problem = getattr(config, "problem_type", None)
+    if problem is None and re.search("For(Sequence|Image|Video)Classification", name):
+        return config.num_labels == 1
+    return problem == "regression"

@@ -57,9 +57,11 @@ def measured_chance_in_training(trainer: Trainer) -> float | None:
     data = trainer.train_dataset
     if data is None or is_readable_once(data):
         return None
+
     model = unwrapped(trainer.model)
     with drawing_apart(trainer, model):
         batch = next(collated(trainer, data, trainer.args.train_batch_size))
+
     with probing(model), trainer.compute_loss_context_manager():
         inputs = shared_batch(trainer._prepare_inputs(batch), trainer)
         task = find_task(trainer, model, inputs)
@@ -73,7 +75,9 @@ def measured_chance_in_training(trainer: Trainer) -> float | None:
 
 def state_for_profile(trainer: Trainer, profile: LayerProfile, is_trained: bool) -> DescentState:
     """As [`judging_state`], for a layer profile where no evaluation has found the problem."""
-    chance = measured_chance_in_training(trainer) if is_trained else None
+    chance = None
+    if is_trained:
+        chance = measured_chance_in_training(trainer)
     if chance is None:
         chance = profile.chance
     return judging_state(trainer, len(profile.losses), chance, is_trained)

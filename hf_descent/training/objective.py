@@ -62,6 +62,7 @@ class LayerObjective:
         items = self.totals.items
         if items is None:
             items = share.new_ones(())
+
         losses = self.layers.step(
             model,
             batch,
@@ -87,10 +88,12 @@ class LayerObjective:
             raise ValueError(
                 "The objective was made for another model, or another head of it: make a new one."
             )
+
         step_items = items
         if items is None:
             step_items = self._count(batch)
         self.totals = replace(self.totals, items=step_items)
+
         objective = self.layer_losses(model, batch).objective
         if items is None:
             return objective
@@ -106,9 +109,11 @@ class LayerObjective:
         sums = self.totals.sums
         if sums is None:  # this process has read nothing
             sums = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)
+
         # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
         totals = self._summed(sums)  # [layers + 1]
         shares = totals[-1]
+
         if not skipped:
             layer_losses = totals[:-1] / torch.where(shares > 0, shares, 1.0)  # [layers]
             self.dual.dual_step(layer_losses, self.global_step, shares, self.layers)
@@ -230,6 +235,7 @@ def _check_arguments(args: DescentArguments) -> None:
         raise ValueError(
             f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`."
         )
+
     if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
         remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
         raise ValueError(

@@ -36,13 +36,15 @@ def check_can_train_twice(trainer: Trainer) -> None:
         raise ValueError(
             "`objective` is 'erm', which is plain training itself: give the objective to compare with it."
         )
+
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         raise ValueError(
             "The weights of a sharded model cannot be put back to train it a second time: train with "
             "`objective='erm'` in a run of its own, and compare the runs by `hf-descent compare`."
         )
-    given = trainer.optimizer is not None or trainer.lr_scheduler is not None
-    if given and not isinstance(trainer.optimizer, AcceleratedOptimizer):
+
+    has_optimizer = trainer.optimizer is not None or trainer.lr_scheduler is not None
+    if has_optimizer and not isinstance(trainer.optimizer, AcceleratedOptimizer):
         raise ValueError(
             "`optimizers` are of one training: give `optimizer_cls_and_kwargs`, or the names in the config, so that "
             "plain training gets its own."
@@ -68,19 +70,24 @@ def plain_arm(trainer: Trainer) -> Iterator[None]:
     """
     check_can_train_twice(trainer)
     model = trainer.model
-    start = None if trainer.model_init is not None else _trained_tensors(model)
-    devices = random_state.accelerators(model)
-    collator = trainer.data_collator
-    generators = [(collator, "generator")] if hasattr(collator, "generator") else []
-    own_generator = copy.deepcopy(getattr(collator, "generator", None))
+    start = None
+    if trainer.model_init is None:
+        start = _trained_tensors(model)
     counts = copy.deepcopy(token_counts(trainer))
+
+    collator = trainer.data_collator
+    generators = []
+    if hasattr(collator, "generator"):
+        generators = [(collator, "generator")]
+    own_generator = copy.deepcopy(getattr(collator, "generator", None))
     handler = trainer.callback_handler
+
     args = plain_arguments(trainer)
     if args.should_save:
         os.makedirs(args.output_dir, exist_ok=True)
 
     with (
-        random_state.preserved(devices),
+        random_state.preserved(random_state.accelerators(model)),
         assigned(generators, own_generator),
         assigned([(trainer, "args")], args),
         assigned([(handler, "callbacks")], _callbacks_of_its_own(handler.callbacks)),
@@ -142,6 +149,7 @@ def train_both(
     """See [`DescentMixin.train_with_plain`]."""
     check_can_train_twice(trainer)
     chosen_dataset(trainer.eval_dataset, eval_dataset)  # raises now what it would after training
+
     if not (resume and is_finished(trainer)):
         with plain_arm(trainer):
             logger.info(f"Plain training comes first, in {trainer.args.output_dir}.")
@@ -154,18 +162,21 @@ def train_both(
                     {f"layer_profile{profile.ending}": profile}
                 )
             trainer.accelerator.wait_for_everyone()
+
     trainer.train(where_to_go_on(trainer, resume))
     profile = trainer.evaluate_layers(eval_dataset, **settings)
     summary = {"arguments": training_arguments(trainer.args)}
     plain = plain_profile(trainer.args.output_dir, summary, profile)
+
     if plain is None:
         raise ValueError(
             "The finished plain run was measured on other examples: remove its folder "
             f"{os.path.join(trainer.args.output_dir, PLAIN_FOLDER)!r}, and resume."
         )
-    found = SideBySide(plain, profile, trainer.args.objective)
-    logger.info(f"Plain training beside {trainer.args.objective!r}, on the same examples:\n{found}")
-    return found
+
+    arms = SideBySide(plain, profile, trainer.args.objective)
+    logger.info(f"Plain training beside {trainer.args.objective!r}, on the same examples:\n{arms}")
+    return arms
 
 
 def where_to_go_on(trainer: Trainer, resume: str | bool | None) -> str | bool | None:

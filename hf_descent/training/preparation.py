@@ -60,7 +60,10 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
         f"The first batch has no label that counts (all are {IGNORE_INDEX}), and such batches teach nothing: see to "
         "the masking, and to the length at which rows are cut."
     )
-    return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
+    labelled = dict(inputs)
+    for name in names:
+        labelled[name] = torch.zeros_like(inputs[name])
+    return labelled
 
 
 def _has_counting_label(labels: torch.Tensor) -> bool:
@@ -81,10 +84,11 @@ def make_ready_for_ddp(trainer: Trainer, readout: Callable | None) -> None:
 
     if readout is None or args.ddp_find_unused_parameters is not None:
         return
-    checkpointing = args.activation_checkpointing_kwargs or {}
-    if not checkpointing.get("use_reentrant"):  # with which DDP could not look
-        # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
-        trainer.accelerator.ddp_handler.find_unused_parameters = True
+    checkpointing = args.activation_checkpointing_kwargs
+    if checkpointing and checkpointing.get("use_reentrant"):  # with which DDP could not look
+        return
+    # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
+    trainer.accelerator.ddp_handler.find_unused_parameters = True
 
 
 def note_readout(model: nn.Module, readout: Callable | None) -> None:
@@ -104,6 +108,7 @@ def find_task(
     loss_fn = trainer.compute_loss_func
     if loss_fn is None:
         loss_fn = trainer.label_smoother
+
     return TaskLoss.probe(
         model,
         inputs,
@@ -138,6 +143,7 @@ def find_layers(
 ) -> LayerLosses:
     """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read."""
     check_documents(model, inputs, trainer)
+
     args = trainer.args
     layers = find_layer_losses(
         model,
@@ -150,6 +156,7 @@ def find_layers(
         same_tokens=args.compares_neighbours,
         seed=args.seed,
     )
+
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     if compiler.backend != DynamoBackend.NO:
         for layer in layers.readout.stack.layers:
@@ -168,23 +175,28 @@ def make_dual(
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on `dual_dataset`, or on the rows of training."""
     saves_dual = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
+    start_step = trainer.state.global_step
     problem = None
     if saves_dual:
+        start_step = 0
         problem = read_state(checkpoint)[1]["problem"]
-    if not problem and not trainer.is_in_train:
-        problem = RunFolder(loaded_from(trainer.model)).summary
 
-    state = trainer.state
+    if problem is None:
+        problem = {}
+        if not trainer.is_in_train:
+            problem = RunFolder(loaded_from(trainer.model)).summary
+
     dual = DescentState(
         trainer.args,
         layers.num_layers,
-        state.max_steps,
-        start_step=0 if saves_dual else state.global_step,
-        chance=_loss_at_chance(trainer, layers, inputs, problem or {}, saves_dual),
+        trainer.state.max_steps,
+        start_step,
+        chance=_loss_at_chance(trainer, layers, inputs, problem, saves_dual),
         device=trainer.args.device,
         held_out=_rows_of_multipliers(trainer, dual_dataset),
         constant=layers.predictor,
     )
+
     if saves_dual:
         dual.load(checkpoint)
     elif checkpoint is not None:
@@ -192,7 +204,7 @@ def make_dual(
             f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up."
         )
     elif not trainer.is_in_train:
-        dual.take_saved_problem(problem or {})
+        dual.take_saved_problem(problem)
     return dual
 
 
@@ -207,14 +219,15 @@ def _loss_at_chance(
     is not known. ValueError where constraints are relative to it."""
     args = trainer.args
     task = layers.task
+
     inputs = task.short(inputs)
     with probing(task.model):
         outputs = task.model(**task.model_inputs(inputs))
     _warn_of_half_precision(output_loss(outputs))
-
     chance = problem.get("chance_loss")
     if chance is None and resumes and args.initial_loss_bound == "auto":
         chance = problem.get("initial_loss_bound")  # version 0.1 measured f_0 in warm-up
+
     try:
         if layers.predictor is None:
             find_predictor(task, inputs, outputs)  # raises, and says why
@@ -254,9 +267,9 @@ def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
 
 def loaded_from(model: nn.Module) -> str:
     """The folder or the name on the Hub of a model; empty where unknown."""
-    # The name of an adapted model is that of its base.
-    config = None if hasattr(model, "peft_config") else getattr(model, "config", None)
-    return getattr(config, "_name_or_path", "")
+    if hasattr(model, "peft_config"):  # the name of an adapted model is that of its base
+        return ""
+    return getattr(getattr(model, "config", None), "_name_or_path", "")
 
 
 def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> float:
@@ -264,12 +277,17 @@ def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> fl
     2,048 rows spread over the training data; kept in the model's config. ValueError where none applies: no data can be
     read a second time, or its signal is constant."""
     config = getattr(model, "config", None)
-    # Adapters and sharded weights are saved without the model's config.
-    saved = RunFolder(checkpoint or "").summary.get("noise_sigma")
-    sigma = trainer.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
+    sigma = trainer.args.noise_sigma
+    if sigma is None and checkpoint is not None:
+        # Adapters and sharded weights are saved without the model's config.
+        sigma = RunFolder(checkpoint).summary.get("noise_sigma")
+    if sigma is None:
+        sigma = getattr(config, "noise_sigma", None)
+
     if sigma is None:
         sigma = _estimated_sigma(trainer, model)
         logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
+
     if config is not None:
         config.noise_sigma = sigma
     return sigma
@@ -283,6 +301,7 @@ def _estimated_sigma(trainer: Trainer, model: nn.Module) -> float:
             "a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter has it, "
             "and `estimate_sigma` measures it on batches of yours."
         )
+
     with drawing_apart(trainer, model):  # also for a resumed run to find the same value
         batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
         return estimate_sigma(model, batches, partial(reduced, trainer))

@@ -68,8 +68,10 @@ class StepTotals:
 
     def add(self, losses: StepLosses, share: torch.Tensor) -> None:
         """Count a micro-batch more, with its `share`."""
-        parts = torch.cat([losses.sums, share.to(losses.sums)[None]])
-        self.sums = parts if self.sums is None else self.sums + parts
+        parts = torch.cat([losses.sums, share.to(losses.sums)[None]])  # [layers + 1]
+        if self.sums is not None:
+            parts = self.sums + parts
+        self.sums = parts
         self.final = losses.sums[-1]
         self.micro_batches += 1
 
@@ -82,6 +84,7 @@ def counted_step(
     if task is not None:
         counts = [task.count(batch) for batch in batches]
     counts = [count.to(trainer.args.device) for count in counts if count is not None]
+
     if not counts:
         return StepTotals()
 
@@ -169,4 +172,6 @@ class RunRecord:
     def step_seconds(self) -> float | None:
         """Median time of an optimizer step, data loading and logging included."""
         times = [after - before for before, after in pairwise(self.step_starts)]
-        return statistics.median(times) if times else None
+        if not times:
+            return None
+        return statistics.median(times)

@@ -6,11 +6,11 @@ A verdict says what the constraints cost by it. One reading costs no more than a
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, slice_tensors
+from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save
 from torch.distributed.fsdp import FSDPModule
@@ -20,9 +20,8 @@ from transformers.trainer_utils import has_length
 from ..evaluation.price import START, WARMUP, Reference
 from ..files import atomic_write
 from ..losses.layerwise import LayerLosses
-from ..readout.labels import labels_of
 from ..readout.stack import unwrapped
-from .evaluation import Reading, rows_counted_once
+from .evaluation import Reading, is_labelled, rows_counted_once, without_repeats
 from .initial_loss import drawing_apart
 from .records import evaluation_sets
 
@@ -34,8 +33,10 @@ FILE = "last_layer_losses.safetensors"
 class LastLayerReferences:
     """What was read so far: by the time, by the evaluation set, and of each process."""
 
-    def __init__(self):
-        self._readings: dict[str, dict[str, list[Reading]]] = {}
+    def __init__(self, readings: dict[str, dict[str, list[Reading]]] | None = None):
+        if readings is None:
+            readings = {}
+        self._readings = readings
 
     def times(self) -> list[str]:
         """When the last layer was read."""
@@ -43,44 +44,54 @@ class LastLayerReferences:
 
     def read(self, trainer: Trainer, layers: LayerLosses, time: str) -> None:
         """Read the last layer of the model as it is now; every process calls it. Streams are left out."""
-        found = {}
+        by_set = {}
         for name, rows in evaluation_sets(trainer).items():
             if not has_length(rows):
                 continue
             reading = _last_layer(trainer, layers, rows)
-            parts = {number: part.cpu() for number, part in reading.items()}
-            found[name] = gather_object([parts]) if trainer.args.world_size > 1 else [parts]
-        self._readings[time] = found
+            readings = [{number: part.cpu() for number, part in reading.items()}]
+            if trainer.args.world_size > 1:
+                readings = gather_object(readings)
+            by_set[name] = readings
+        self._readings[time] = by_set
 
     def of_process(self, name: str | None, trainer: Trainer) -> dict[str, Reading]:
         """By the time, this process's readings of the set `name`; none where it was not read by as many processes."""
-        found = {}
+        by_time = {}
         for time, sets in self._readings.items():
             readings = sets.get(name, [])
             if len(readings) == trainer.args.world_size:
-                found[time] = readings[trainer.args.process_index]
-        return found
+                by_time[time] = readings[trainer.args.process_index]
+        return by_time
 
     def of_other_data(self) -> list[Reference]:
         """What was read, for a verdict on other data than that of evaluations: of the first set."""
-        found = []
+        references = []
         for time, sets in self._readings.items():
-            parts = _all_parts(next(iter(sets.values()), []))
-            if parts:
-                rows = torch.cat(parts).double().numpy()
-                if (rows[:, 1] > 0).any():
-                    found.append(Reference.measured(time, rows, is_same_data=False))
-        return found
+            readings = next(iter(sets.values()), [])
+            parts = [part for reading in readings for part in reading.values()]
+            if not parts:
+                continue
+            rows = torch.cat(parts).double().numpy()  # [rows, 2]
+            if (rows[:, 1] > 0).any():
+                references.append(Reference.measured(time, rows, is_same_data=False))
+        return references
 
-    def save(self, folder: str) -> None:
-        """Write what was read into a checkpoint."""
-        tensors, names = {}, []
+    def _parts(self) -> Iterator[tuple[list, torch.Tensor]]:
+        """The time, the set, the process and the number of each batch that was read, and its reading."""
         for time, sets in self._readings.items():
             for name, readings in sets.items():
                 for process, reading in enumerate(readings):
                     for number, part in reading.items():
-                        tensors[f"{len(names)}"] = part.contiguous()
-                        names.append([time, name, process, number])
+                        yield [time, name, process, number], part
+
+    def save(self, folder: str) -> None:
+        """Write what was read into a checkpoint."""
+        names = []
+        tensors = {}
+        for index, (name, part) in enumerate(self._parts()):
+            names.append(name)
+            tensors[f"{index}"] = part.contiguous()
         if tensors:
             with atomic_write(os.path.join(folder, FILE), "wb") as file:
                 file.write(save(tensors, metadata={"names": json.dumps(names)}))
@@ -88,19 +99,19 @@ class LastLayerReferences:
     @classmethod
     def load(cls, folder: str) -> "LastLayerReferences":
         """What a checkpoint holds; nothing where it is older than this file."""
-        found = cls()
+        by_time = {}
         path = os.path.join(folder, FILE)
         if not os.path.isfile(path):
-            return found
+            return cls()
+
         with safe_open(path, framework="pt") as file:
-            for index, (time, name, process, number) in enumerate(
-                json.loads(file.metadata()["names"])
-            ):
-                readings = found._readings.setdefault(time, {}).setdefault(name, [])
+            names = json.loads(file.metadata()["names"])
+            for index, (time, name, process, number) in enumerate(names):
+                readings = by_time.setdefault(time, {}).setdefault(name, [])
                 while len(readings) <= process:
                     readings.append({})
                 readings[process][number] = file.get_tensor(f"{index}")
-        return found
+        return cls(by_time)
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """In plain values, by the time: f_L and the upper end of its interval."""
@@ -112,7 +123,7 @@ class LastLayerReferences:
 
 def references_of(summary: Mapping[str, Any]) -> list[Reference]:
     """Those in the `descent_config.json` of a run."""
-    losses = summary.get("last_layer_losses") or {}
+    losses = summary.get("last_layer_losses", {})
     return [Reference(name, **values) for name, values in losses.items()]
 
 
@@ -120,33 +131,29 @@ def time_to_read(step: int, active_from: int) -> str | None:
     """Before the step `step`, what time it is, where the last layer is to be read."""
     if step == 0:
         return START
-    return WARMUP if step == active_from else None
-
-
-def _all_parts(readings: list[Reading]) -> list[torch.Tensor]:
-    return [part for reading in readings for part in reading.values()]
+    if step == active_from:
+        return WARMUP
+    return None
 
 
 def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
     """The losses of the last layer on some batches of an evaluation, spread evenly over it."""
     model = trainer.model_wrapped
-    found = {}
+    reading = {}
     with drawing_apart(trainer, unwrapped(model)), trainer.compute_loss_context_manager():
         loader = trainer.get_eval_dataloader(rows)
-        stride = math.ceil(len(loader) * trainer.args.eval_batch_size / MOST_ROWS)
+        stride = max(math.ceil(len(loader) * trainer.args.eval_batch_size / MOST_ROWS), 1)
         for number, inputs in enumerate(loader):
             own_rows = rows_counted_once(trainer, inputs)
-            is_labelled = isinstance(labels_of(inputs, trainer.label_names), torch.Tensor)
-            if number % max(stride, 1) or not is_labelled:
+            if number % stride or not is_labelled(inputs, trainer.label_names):
                 continue
-            inputs = trainer._prepare_inputs(inputs)
-            if own_rows is not None:
-                inputs = slice_tensors(inputs, slice(max(own_rows, 1)))
-            # On every process, also for no rows: a forward may gather parameters.
-            measured = layers.measure(model, inputs, keep_logits=False, last_only=True)
+
+            inputs = without_repeats(trainer._prepare_inputs(inputs), own_rows)
+            losses = layers.measure(model, inputs, keep_logits=False, last_only=True)
             if own_rows != 0:
-                found[number] = measured.rows
+                reading[number] = losses.rows
+
     for unit in model.modules():
         if isinstance(unit, FSDPModule):  # one left whole would keep the gradient at `zero_grad`
             unit.reshard()
-    return found
+    return reading

@@ -44,12 +44,15 @@ class DescentRun:
         if record is None:
             record = RunRecord()
         self.record = record
-        self.references = LastLayerReferences.load(record.resumed_from or "")
+        self.references = LastLayerReferences()
+        if record.resumed_from is not None:
+            self.references = LastLayerReferences.load(record.resumed_from)
         self.task: TaskLoss | None = None
         self.objective: LayerObjective | None = None
         self.noise: EmbeddingNoise | None = None
         self.judging: DescentState | None = None
         self.beside: LayersBeside | None = None
+
         self.evaluation = Evaluation()
         self.totals = EvaluationTotals()
         self._step = StepTotals()
@@ -76,7 +79,9 @@ class DescentRun:
 
     def reads(self, model: nn.Module) -> bool:
         """Whether the layers of this very model, with this head and these adapters, were found."""
-        return self.readout is not None and self.readout.fits(unwrapped(model))
+        if self.readout is None:
+            return False
+        return self.readout.fits(unwrapped(model))
 
     def find_layers(
         self,
@@ -91,10 +96,12 @@ class DescentRun:
         model = unwrapped(model)
         inputs = shared_batch(inputs, trainer)
         self.task = find_task(trainer, model, inputs, readout)
+
         layers = find_layers(trainer, model, inputs, self.task, readout)
         dual = self.dual
         if dual is None:
             dual = make_dual(trainer, layers, inputs, dual_dataset, self.record.resumed_from)
+
         step = self.step
         args = trainer.args
         self.objective = LayerObjective(layers, dual, args.process_index, args.world_size)
@@ -130,7 +137,9 @@ class DescentRun:
     @property
     def step(self) -> StepTotals:
         """What the present optimizer step has read so far."""
-        return self._step if self.objective is None else self.objective.totals
+        if self.objective is None:
+            return self._step
+        return self.objective.totals
 
     def begin_step(
         self, trainer: Trainer, batches: Sequence[Mapping[str, Any]], counts_items: bool

@@ -31,8 +31,10 @@ def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, A
     if ranges is None:
         ranges = RANGES
     space = {}
+
     for name, values in ranges.items():
         values = as_python(values)
+
         kinds = {type(value) for value in values}
         if len(values) != 2 or not kinds <= {int, float}:
             space[name] = trial.suggest_categorical(name, values)
@@ -54,6 +56,7 @@ def default_objective(
     else:
         metric = "eval_feasible_score"
         best = "maximize"
+
     if direction not in (None, best) or isinstance(eval_dataset, dict):
         raise ValueError(
             f"`direction` is {direction!r} but the default objective is `{metric}` of one `eval_dataset`, to {best}; "

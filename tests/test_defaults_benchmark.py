@@ -29,8 +29,9 @@ def test_price_and_gain_are_those_of_runs_with_the_same_seed():
     found = {line[1]: dict(zip(columns, line, strict=True)) for line in lines}
     assert found["defaults"]["seeds"] == "2" and found["defaults"]["last layer"] == "3.050"
     assert found["defaults"]["price"] == "+2.5%" and found["defaults"]["highest price"] == "+5.0%"
-    assert found["defaults"]["gain"] == f"{math.log(2) / (2 * math.log(2)):.2f}"
-    assert found["no limit"]["gain"] == "1.00" and found["plain"]["price"] == "-"
+    assert found["defaults"]["gain"] == f"{math.log(2) / 2:.2f}"
+    assert found["defaults"]["share of gain"] == f"{math.log(2) / (2 * math.log(2)):.2f}"
+    assert found["no limit"]["share of gain"] == "1.00" and found["plain"]["price"] == "-"
 
 
 @pytest.mark.slow

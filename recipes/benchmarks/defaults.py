@@ -10,11 +10,12 @@ Kinds of models, each at one learning rate, with few steps:
 
 The arms are in `ARMS`. Finished runs are kept in `--output`, one JSON line each, and are not repeated. The table has
 the loss of the last layer, its price (how much higher it is than that of plain training with the same seed), and the
-gain: the mean decrease of the other layers' losses, in logarithms, as a share of what the constraints give without a
-limit on the last layer's loss.
+gain: the mean decrease of the other layers' losses, in logarithms, also as a share of what the constraints give
+without a limit on the last layer's loss.
 """
 
 import argparse
+import itertools
 import os
 import tempfile
 import time
@@ -51,14 +52,14 @@ RATES = {"lora": 2e-3, "decoder": 3e-3, "encoder": 1e-4, "denoiser": 1e-3}
 STEPS = {"lora": 300, "decoder": 300, "encoder": 300, "denoiser": 600}
 OUTPUT = Path(__file__).parent / "results" / "defaults.jsonl"
 COLUMNS = [
-    "kind", "arm", "seeds", "first layer", "last layer", "price", "highest price", "gain",
+    "kind", "arm", "seeds", "first layer", "last layer", "price", "highest price", "gain", "share of gain",
 ]  # fmt: skip
-GAIN_OF = "no limit"  # the arm whose gain is 1
+GAIN_OF = "no limit"  # the arm whose share of the gain is 1
 
 
 def as_completion(row: dict) -> dict:
-    prompt = row["instruction"] + ("\n" + row["input"] if row["input"] else "")
-    return {"prompt": prompt, "completion": " " + row["output"]}
+    parts = [row["instruction"], row["input"]]
+    return {"prompt": "\n".join(filter(None, parts)), "completion": " " + row["output"]}
 
 
 @cache
@@ -74,7 +75,11 @@ def completions(folder: str):
 def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: int, steps: int):
     """A trainer that was trained on Alpaca, the rows to measure on, and the processor seconds of training."""
     train, test = completions(options.alpaca)
+    lora = None
+    if kind == "lora":
+        lora = LoraConfig(r=8, target_modules="all-linear")
     set_seed(seed)
+
     with tempfile.TemporaryDirectory() as folder:
         args = SFTDescentConfig(
             folder,
@@ -91,10 +96,10 @@ def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: 
             disable_tqdm=True,
             **settings,
         )
-        lora = LoraConfig(r=8, target_modules="all-linear") if kind == "lora" else None
         trainer = SFTDescentTrainer(
             options.stories260k, args, train_dataset=train, eval_dataset=test, peft_config=lora
         )
+
         start = time.process_time()
         trainer.train()
         seconds = time.process_time() - start
@@ -106,36 +111,39 @@ def train_other(kind: str, options: argparse.Namespace, settings: dict, seed: in
     """As `train_decoder`, of an encoder or a denoiser."""
     if kind == "denoiser":
         make = partial(runs_to_specification.denoiser, options.smoke)
+        size = runs_to_specification.BATCH["denoiser"]
         metric = "rmse"
     else:
         texts = ("minilm", options.minilm, options.rt_polarity)
         make = partial(runs_to_specification.minilm, *texts)
+        size = runs_to_specification.BATCH["minilm"]
         metric = "accuracy"
+
     make()  # reads the data, once
     set_seed(seed)
-    model, (rows, _, test), config, extra = make()
-    shared = {
-        "learning_rate": RATES[kind],
-        "per_device_train_batch_size": runs_to_specification.BATCH[
-            "minilm" if kind == "encoder" else kind
-        ],
-        "max_steps": steps,
-        "seed": seed,
-    }
-    trainer, seconds = fit(model, rows, {**shared, **config, **settings}, **extra)
-    gamma = config.get("noise_gamma", 0.0)
+    model, (rows, _, test), given, extra = make()
+    given.update(learning_rate=RATES[kind], per_device_train_batch_size=size, max_steps=steps)
+    given.update(settings, seed=seed)
+    trainer, seconds = fit(model, rows, given, **extra)
+
+    gamma = given.get("noise_gamma", 0.0)
     profile = trainer.evaluate_layers(test, gamma=gamma, metric=metric, problem=None, batch_size=32)
     return trainer, profile, seconds
 
 
 def measure(kind: str, arm: str, options: argparse.Namespace, seed: int, steps: int) -> dict:
-    train = train_decoder if kind in ("lora", "decoder") else train_other
+    train = train_other
+    if kind in ("lora", "decoder"):
+        train = train_decoder
     trainer, profile, seconds = train(kind, options, ARMS[arm], seed, steps)
-    is_constrained = trainer.multipliers is not None
+
+    multipliers = None
+    if trainer.multipliers is not None:
+        multipliers = trainer.multipliers.values.tolist()
     return {
         "losses": profile.losses.tolist(),
         "values": profile.values.tolist(),
-        "multipliers": trainer.multipliers.values.tolist() if is_constrained else None,
+        "multipliers": multipliers,
         "seconds": seconds,
     }
 
@@ -150,33 +158,45 @@ def gain(run: dict, plain: dict) -> float:
     return float(np.mean(np.log(np.divide(plain["losses"], run["losses"]))[:-1]))
 
 
+def means_of(of_arm: dict[int, dict], plain: dict[int, dict], most: dict[int, dict]) -> list[str]:
+    """The cells of an arm, whose runs are given by seed: over the seeds that plain training has, too."""
+    seeds = [seed for seed in of_arm if seed in plain]
+    first, last = (np.mean([of_arm[seed]["losses"][layer] for seed in seeds]) for layer in (0, -1))
+    cells = [f"{len(seeds)}", f"{first:.3f}", f"{last:.3f}"]
+    if of_arm is plain:
+        return [*cells, "-", "-", "-", "-"]
+
+    prices = [price(of_arm[seed], plain[seed]) for seed in seeds]
+    gains = [gain(of_arm[seed], plain[seed]) for seed in seeds]
+    share = "-"
+    both = [seed for seed in seeds if seed in most]
+    if both:
+        own = np.mean([gain(of_arm[seed], plain[seed]) for seed in both])
+        full = np.mean([gain(most[seed], plain[seed]) for seed in both])
+        share = f"{own / full:.2f}"
+    return [
+        *cells,
+        f"{np.mean(prices):+.1%}",
+        f"{max(prices):+.1%}",
+        f"{np.mean(gains):.2f}",
+        share,
+    ]
+
+
 def table(runs: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a line for each kind and arm: means over the seeds that plain training has, too."""
+    """Column names, and a line for each kind and arm."""
     found = defaultdict(dict)
     for run in runs:
         settings = run["settings"]
         found[settings["kind"], settings["arm"]][settings["seed"]] = run
+
     lines = []
     for kind in RATES:
-        plain, most = found[kind, "plain"], found[kind, GAIN_OF]
+        plain = found[kind, "plain"]
         for arm in ARMS:
-            seeds = [seed for seed in found[kind, arm] if seed in plain]
-            if not seeds:
-                continue
             of_arm = found[kind, arm]
-            prices = [price(of_arm[seed], plain[seed]) for seed in seeds]
-            both = [seed for seed in seeds if seed in most]
-            gains = [gain(of_arm[seed], plain[seed]) for seed in both]
-            full = [gain(most[seed], plain[seed]) for seed in both]
-            share = f"{np.mean(gains) / np.mean(full):.2f}" if both else "-"
-            first, last = (
-                np.mean([of_arm[seed]["losses"][layer] for seed in seeds]) for layer in (0, -1)
-            )
-            worst = f"{max(prices):+.1%}" if arm != "plain" else "-"
-            mean = f"{np.mean(prices):+.1%}" if arm != "plain" else "-"
-            lines.append(
-                [kind, arm, f"{len(seeds)}", f"{first:.3f}", f"{last:.3f}", mean, worst, share]
-            )
+            if plain.keys() & of_arm.keys():
+                lines.append([kind, arm, *means_of(of_arm, plain, found[kind, GAIN_OF])])
     return COLUMNS, lines
 
 
@@ -194,6 +214,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="four steps, to see that it works")
     options = parser.parse_args(argv)
+
     needed = dict.fromkeys(("lora", "decoder"), ("stories260k", "alpaca"))
     needed["encoder"] = ("minilm", "rt_polarity")
     for kind in options.kinds:
@@ -207,14 +228,14 @@ def main(argv: list[str] | None = None) -> str:
     options = parse(argv)
     torch.set_num_threads(1)
     finished = Runs(options.output)
-    for seed in options.seeds:
-        for kind in options.kinds:
-            for arm in options.arms:
-                steps = 4 if options.smoke else STEPS[kind]
-                key = {"kind": kind, "arm": arm, "seed": seed, "steps": steps, **ARMS[arm]}
-                make = partial(measure, kind, arm, options, seed, steps)
-                run = finished.get(key, make)
-                print(kind, arm, seed, [round(loss, 3) for loss in run["losses"]], flush=True)
+    for seed, kind, arm in itertools.product(options.seeds, options.kinds, options.arms):
+        steps = STEPS[kind]
+        if options.smoke:
+            steps = 4
+        key = {"kind": kind, "arm": arm, "seed": seed, "steps": steps, **ARMS[arm]}
+        run = finished.get(key, partial(measure, kind, arm, options, seed, steps))
+        print(kind, arm, seed, [round(loss, 3) for loss in run["losses"]], flush=True)
+
     columns, lines = table(finished.all())
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -50,6 +50,7 @@ EXITS = {
     "lm": {"one": {3: 0.25}, "defaults": {}},
 }
 ARMS = ("plain", "ours", "fixed", "quadratic", "hinge", "deep_supervision")
+OBJECTIVES = {"plain": "erm", "ours": "descent"}  # of the arms that have another name
 WITHOUT_COEFFICIENTS = ("plain", "deep_supervision")
 LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,), "imdb": (1e-4,), "lm": (3e-3,)}
 DEFAULT_RATES = {
@@ -57,6 +58,7 @@ DEFAULT_RATES = {
 }  # fmt: skip
 STEPS = {"denoiser": 600, "minilm": 300, "imdb": 300, "lm": 1200}
 BATCH = {"denoiser": 32, "minilm": 16, "imdb": 16, "lm": 8}
+METRICS = {"denoiser": "rmse"}  # the others': accuracy
 NUM_LAYERS = {"denoiser": 5, "minilm": 6, "imdb": 6, "lm": 5}
 # Losses of the noisy input, and of balanced classes.
 CHANCE = {"denoiser": 1.0, "minilm": math.log(2), "imdb": math.log(2)}
@@ -75,49 +77,71 @@ GROWTH = 10.0  # of a coefficient whose row is missed
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
     """The arguments of `DescentConfig` that make an arm."""
     if arm in WITHOUT_COEFFICIENTS:
-        return {"objective": "erm" if arm == "plain" else arm}
+        return {"objective": OBJECTIVES.get(arm, arm)}
+    settings = {"objective": OBJECTIVES.get(arm, arm)}
     if arm == "ours" and not exits:
-        return {"objective": "descent"}
+        return settings
+
+    settings["exit_targets"] = exits
     if arm == "ours":
-        growing = {
-            name: min(coefficients[0] * OURS[name], MOST)
-            for name in ("dual_learning_rate", "target_margin")
-        }
-        return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
-    weights = (
-        {"fixed_multipliers": list(coefficients)}
-        if arm == "fixed"
-        else {"penalty_coefficient": coefficients[0]}
-    )
-    margin = {} if arm == "fixed" else {"target_margin": OURS["target_margin"]}
-    return {"objective": arm, "exit_targets": exits, "dual_warmup_steps": 0.0, **weights, **margin}
+        settings.update(OURS)
+        for name in ("dual_learning_rate", "target_margin"):
+            settings[name] = min(coefficients[0] * OURS[name], MOST)
+        return settings
+
+    settings["dual_warmup_steps"] = 0.0
+    if arm == "fixed":
+        settings["fixed_multipliers"] = list(coefficients)
+    else:
+        settings["penalty_coefficient"] = coefficients[0]
+        settings["target_margin"] = OURS["target_margin"]
+    return settings
 
 
 class Coefficients:
     """The search of an arm: what the next run tries."""
 
     def __init__(self, arm: str, num_exits: int):
-        self.grows_by = 2.0 if arm == "ours" else GROWTH
-        count = num_exits if arm == "fixed" else 1
+        self.grows_by = GROWTH
+        if arm == "ours":
+            self.grows_by = 2.0
+        count = 1
+        if arm == "fixed":
+            count = num_exits
         self.values = (1.0,) * count
-        self._low, self._high = [0.0] * count, [math.inf] * count
+        self._low = [0.0] * count  # the largest value of each that was too small
+        self._high = [math.inf] * count  # the smallest at which training broke down
 
     def after(self, missed: list[bool], broke: bool) -> None:
         """Take in a run: which exits it missed (all of them where it missed none of the rows that may be looked at),
         and whether training broke down."""
-        missed = missed if any(missed) else [True] * len(missed)
-        missed = missed if len(self.values) > 1 else [any(missed)]
+        changed = missed
+        if len(self.values) == 1:
+            changed = [True]
         if broke:  # blamed on the coefficients that have grown, where any has
-            grown = [low > 0 for low in self._low]
-            missed = grown if any(grown) else [True] * len(grown)
+            changed = [low > 0 for low in self._low]
+        if not any(changed):
+            changed = [True] * len(self.values)
+
         values = list(self.values)
-        for index in (index for index, is_changed in enumerate(missed) if is_changed):
-            value = values[index]
-            (self._high if broke else self._low)[index] = value
-            low, high = self._low[index], self._high[index]
-            between = math.sqrt(low * high) if low and math.isfinite(high) else None
-            values[index] = between or (value / self.grows_by if broke else value * self.grows_by)
+        for index, is_changed in enumerate(changed):
+            if is_changed:
+                values[index] = self._next(index, broke)
         self.values = tuple(values)
+
+    def _next(self, index: int, broke: bool) -> float:
+        """The value after the present one of a coefficient, which was too small or broke training down."""
+        value = self.values[index]
+        if broke:
+            self._high[index] = value
+        else:
+            self._low[index] = value
+
+        if self._low[index] > 0 and math.isfinite(self._high[index]):
+            return math.sqrt(self._low[index] * self._high[index])
+        if broke:
+            return value / self.grows_by
+        return value * self.grows_by
 
 
 def search(
@@ -130,27 +154,24 @@ def search(
     """The runs of an arm until one meets the specification, at most `budget`."""
     coefficients = Coefficients(arm, num_exits)
     runs = [run(coefficients.values, rate) for rate in rates]
-    # A learning rate that meets it goes first, then what comes nearest, then the lower f_L; read off the select rows.
-    best = min(
-        runs,
-        key=lambda found: (
-            any(found["missed"]),
-            found["broke"],
-            found["beyond"],
-            found["select"][-1],
-        ),
-    )
-    rate, last = rates[runs.index(best)], best
-    while (
-        arm not in WITHOUT_COEFFICIENTS
-        and not any(found["met"] for found in runs)
-        and len(runs) < budget
-    ):
+    if arm in WITHOUT_COEFFICIENTS:
+        return runs
+
+    last = min(runs, key=distance)
+    rate = rates[runs.index(last)]
+    while not any(run_of["met"] for run_of in runs) and len(runs) < budget:
         if arm == "ours" and coefficients.values[0] * OURS["dual_learning_rate"] >= MOST:
             break  # a further run would have the same settings
         coefficients.after(last["missed"], last["broke"])
-        runs.append(last := run(coefficients.values, rate))
+        last = run(coefficients.values, rate)
+        runs.append(last)
     return runs
+
+
+def distance(run: dict) -> tuple:
+    """By what learning rates are ordered: one that meets the specification goes first, then what comes nearest, then
+    the lower f_L; read off the select rows."""
+    return any(run["missed"]), run["broke"], run["beyond"], run["select"][-1]
 
 
 # ---- tasks ----
@@ -163,14 +184,13 @@ def pans() -> tuple[torch.Tensor, ...]:
 
 
 def denoiser(smoke: bool):
-    train, *held_out = pans()
-    model, config = demo.denoiser(train, 4 if smoke else STEPS["denoiser"])
-    return (
-        model,
-        [demo.rows_of(clips[: 64 if smoke else None]) for clips in (train, *held_out)],
-        config,
-        {},
-    )
+    parts = pans()
+    steps = STEPS["denoiser"]
+    if smoke:
+        steps = 4
+        parts = [clips[:64] for clips in parts]
+    model, config = demo.denoiser(pans()[0], steps)
+    return model, [demo.rows_of(clips) for clips in parts], config, {}
 
 
 @cache
@@ -233,39 +253,37 @@ def train(
 ) -> dict:
     """One run: layer losses on the select and the certify rows, which rows are met there, and processor seconds."""
     kind = task.split("_")[0]
-    steps = 4 if options.smoke else STEPS[kind]
     texts = (minilm, kind, options.minilm)
-    make, *given = {
+    make, *sources = {
         "denoiser": (denoiser, options.smoke),
         "minilm": (*texts, options.rt_polarity),
         "imdb": (*texts, options.imdb),
         "lm": (lm, options.stories260k, options.alpaca),
     }[kind]
-    make(*given)  # reads the data, once
+    make(*sources)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
-    model, (rows, select, certify), config, extra = make(*given)
-    shared = {
-        "learning_rate": rate,
-        "per_device_train_batch_size": BATCH[kind],
-        "max_steps": steps,
-        "seed": seed,
-    }
-    trainer, seconds = fit(model, rows, {**shared, **config, **settings}, **extra)
-    measure = {
-        "gamma": config.get("noise_gamma", 0.0),
-        "metric": "rmse" if kind == "denoiser" else "accuracy",
-    }
-    measure |= {"problem": None, "batch_size": 32}
-    profiles = [trainer.evaluate_layers(data, **measure) for data in (select, certify)]
-    chance, depth = CHANCE.get(kind, profiles[0].chance), NUM_LAYERS[kind]
-    if exits:
-        problem = DescentProblem(None, chance, depth, exit_targets=exits)
-    else:
-        problem = trainer.problem or DescentProblem("line", chance, depth)
+    model, (rows, select, certify), given, extra = make(*sources)
+    given.update(learning_rate=rate, per_device_train_batch_size=BATCH[kind], seed=seed)
+    given.update(settings, max_steps=steps_of(kind, options))
+    trainer, seconds = fit(model, rows, given, **extra)
+
+    evaluate = partial(
+        trainer.evaluate_layers,
+        gamma=given.get("noise_gamma", 0.0),
+        metric=METRICS.get(kind, "accuracy"),
+        problem=None,
+        batch_size=32,
+    )
+    profiles = [evaluate(select), evaluate(certify)]
+    problem = problem_of(kind, exits, trainer, profiles[0].chance)
     verdicts = [
         replace(profile, problem=problem.state_dict()).certificate() for profile in profiles
     ]
-    found = {
+    multipliers = None
+    if trainer.multipliers is not None:
+        multipliers = trainer.multipliers.values.tolist()
+    last = profiles[0].losses[-1]
+    return {
         "select": profiles[0].losses.tolist(),
         "certify": profiles[1].losses.tolist(),
         "values": profiles[1].values.tolist(),
@@ -273,15 +291,27 @@ def train(
         "radii": verdicts[1].radii.tolist(),
         "share": verdicts[1].descent_share,
         "met": verdicts[1].feasible,
-        "multipliers": None if trainer.multipliers is None else trainer.multipliers.values.tolist(),
+        "multipliers": multipliers,
         "seconds": seconds,
+        "missed": [verdict != "met" for verdict in verdicts[0].verdicts],
+        "broke": not (np.isfinite(profiles[0].losses).all() and last < problem.chance),
     }
-    return found | {
-        "missed": [verdict != "met" for verdict in found["verdicts"][0]],
-        "broke": not (
-            np.isfinite(profiles[0].losses).all() and profiles[0].losses[-1] < problem.chance
-        ),
-    }
+
+
+def steps_of(kind: str, options: argparse.Namespace) -> int:
+    if options.smoke:
+        return 4
+    return STEPS[kind]
+
+
+def problem_of(kind: str, exits: dict, trainer, measured: float) -> DescentProblem:
+    """What is asked of a model: the exits, or else what the trainer asks, or the line for one that asks nothing."""
+    chance = CHANCE.get(kind, measured)
+    if exits:
+        return DescentProblem(None, chance, NUM_LAYERS[kind], exit_targets=exits)
+    if trainer.problem is not None:
+        return trainer.problem
+    return DescentProblem("line", chance, NUM_LAYERS[kind])
 
 
 def runner(
@@ -289,21 +319,24 @@ def runner(
 ) -> Callable[[tuple[float, ...], float], dict]:
     """Makes a run of these coefficients at this learning rate, or finds it among the finished ones."""
     kind, number = task.split("_")
-    exits, finished = EXITS[kind][number], Runs(options.output)
+    exits = EXITS[kind][number]
+    finished = Runs(options.output)
 
     def run(coefficients, rate):
-        chosen = settings_of(arm, exits, coefficients) | (options.settings if arm == "ours" else {})
-        steps = 4 if options.smoke else STEPS[kind]
-        key = {"task": task, "exits": exits, "rate": rate, "seed": seed, "steps": steps, **chosen}
-        found = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
-        print(f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}: {'met' if found['met'] else 'missed'}, "
-              f"{[round(loss, 4) for loss in found['certify']]}", flush=True)  # fmt: skip
-        last = found["select"][-1]
-        beyond = sum(
-            max(0.0, math.log(found["select"][k - 1] / last / (1 + eps)))
-            for k, eps in exits.items()
-        )
-        return found | {"coefficients": coefficients, "rate": rate, "beyond": beyond}
+        chosen = settings_of(arm, exits, coefficients)
+        if arm == "ours":
+            chosen.update(options.settings)
+        key = {"task": task, "exits": exits, "rate": rate, "seed": seed}
+        key.update(chosen, steps=steps_of(kind, options))
+        of_run = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
+        losses = [round(loss, 4) for loss in of_run["certify"]]
+        start = f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}"
+        print(f"{start}: met: {of_run['met']}, {losses}", flush=True)
+
+        select = of_run["select"]
+        ratios = [select[layer - 1] / select[-1] / (1 + eps) for layer, eps in exits.items()]
+        beyond = sum(max(0.0, math.log(ratio)) for ratio in ratios)
+        return dict(of_run, coefficients=coefficients, rate=rate, beyond=beyond)
 
     return run
 
@@ -324,8 +357,9 @@ def defaults(options: argparse.Namespace) -> str:
         "| task | arm | rate | seed | met | share | f_l | metric |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    first = options.seeds[0]
     for kind, arm in itertools.product(options.defaults, ("plain", "ours")):
-        task, first = f"{kind}_defaults", options.seeds[0]
+        task = f"{kind}_defaults"
         tried = [runner(options, task, arm, first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
         rate = min(tried, key=lambda found: found["select"][-1])["rate"]
         for seed in options.seeds:
@@ -333,7 +367,9 @@ def defaults(options: argparse.Namespace) -> str:
             losses, values = (
                 " ".join(f"{value:.3f}" for value in run[name]) for name in ("certify", "values")
             )
-            share = "-" if run["share"] is None else f"{run['share']:.2f}"
+            share = "-"
+            if run["share"] is not None:
+                share = f"{run['share']:.2f}"
             lines.append(
                 f"| {kind} | {arm} | {rate:g} | {seed} | {run['met']} | {share} | {losses} | {values} |"
             )
@@ -354,12 +390,14 @@ def table(options: argparse.Namespace) -> str:
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for task, arm, seed, runs in searches(options):
         exits = [int(layer) for layer in EXITS[task.split("_")[0]][task.split("_")[1]]]
-        met = found_by(runs)
-        shown = met or min(runs, key=lambda run: (run["broke"], run["beyond"]))
+        number = f"{len(runs)}"
+        shown = found_by(runs)
+        if shown is None:
+            number = f"not in {len(runs)}"
+            shown = min(runs, key=lambda run: (run["broke"], run["beyond"]))
         last = shown["certify"][-1]
         ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
         first = f"{sum(run['met'] for run in runs[: len(LEARNING_RATES[task.split('_')[0]])])}"
-        number = f"{len(runs)}" if met else f"not in {len(runs)}"
         seconds = sum(run["seconds"] for run in runs)
         lines.append(
             f"| {task} | {arm} | {seed} | {number} | {first} | {last:.4f} | {ratios} | {seconds:.0f} |"
@@ -373,7 +411,8 @@ def holds(options: argparse.Namespace) -> str:
     pairs = {}
     for task, arm, seed, runs in list(searches(options)):
         pairs.setdefault((task, arm), [])
-        if found := found_by(runs):
+        found = found_by(runs)
+        if found is not None:
             others = [runner(options, task, arm, other) for other in options.seeds if other != seed]
             met = [run(found["coefficients"], found["rate"])["met"] for run in others]
             pairs[task, arm].append(met)
@@ -429,7 +468,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> str:
     options = parse(argv)
     torch.set_num_threads(1)
-    return (defaults if options.defaults else holds if options.holds else table)(options)
+    if options.defaults:
+        return defaults(options)
+    if options.holds:
+        return holds(options)
+    return table(options)
 
 
 if __name__ == "__main__":

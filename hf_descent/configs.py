@@ -121,7 +121,7 @@ class DescentArguments:
 
     dual_learning_rate (`float`, *optional*):
         Step size of the multipliers, constant: no scheduler touches it. Where not given 0.02, in
-        [`SFTDescentConfig`] 0.0005, for targets alone (in "descent" without `descent_alpha` and `resilience`) 0.04.
+        [`SFTDescentConfig`] 0.0002, for targets alone (in "descent" without `descent_alpha` and `resilience`) 0.04.
     dual_optim (`str`, *optional*):
         Ascent rule of the multipliers: "adam" (the paper's), "pi" (a controller that damps them, on bounded
         violations; not with resilience) or "sgd" (plain ascent). Where not given "adam", for targets alone "pi".

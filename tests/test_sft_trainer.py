@@ -282,10 +282,10 @@ def test_plain_arguments_are_taken(tmp_path):
 @pytest.mark.parametrize(
     ("given", "rate"),
     [
-        ({}, 0.0005),
+        ({}, 0.0002),
         ({"dual_learning_rate": 0.02}, 0.02),
         ({"loss_targets": {1: 1.0}}, 0.04),
-        ({"loss_targets": {1: 1.0}, "descent_alpha": "line"}, 0.0005),
+        ({"loss_targets": {1: 1.0}, "descent_alpha": "line"}, 0.0002),
     ],
 )
 def test_language_models_have_a_dual_rate_of_their_own(tmp_path, given, rate):

@@ -16,7 +16,7 @@ from ..constraints.problem import as_python
 RANGES = {
     "learning_rate": (1e-5, 1e-3),
     "descent_strength": (0.25, 1.0),
-    "dual_learning_rate": (5e-4, 1e-1),
+    "dual_learning_rate": (2e-4, 1e-1),
 }
 
 

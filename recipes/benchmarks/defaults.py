@@ -45,7 +45,7 @@ ARMS = {
     "dual rate 0.005": {"dual_learning_rate": 0.005},
     "dual rate 0.002": {"dual_learning_rate": 0.002},
     "dual rate 0.001": {"dual_learning_rate": 0.001},
-    "dual rate 0.0002": {"dual_learning_rate": 0.0002},
+    "dual rate 0.0005": {"dual_learning_rate": 0.0005},
     "strength 0.25": {"descent_strength": 0.25},
 }
 RATES = {"lora": 2e-3, "decoder": 3e-3, "encoder": 1e-4, "denoiser": 1e-3}

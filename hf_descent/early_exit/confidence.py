@@ -90,14 +90,13 @@ class ConfidenceExit:
     def __init__(self, model: nn.Module, threshold: float | None = None):
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"`threshold` is {threshold}; an uncertainty lies between 0 and 1.")
-        if (
-            getattr(getattr(model, "config", None), "problem_type", None)
-            == "multi_label_classification"
-        ):
+        config = getattr(model, "config", None)
+        if getattr(config, "problem_type", None) == "multi_label_classification":
             raise ValueError(
                 f"{type(model).__name__} gives several labels a sample: use `truncate`."
             )
-        self.model, self.threshold = model, threshold
+        self.model = model
+        self.threshold = threshold
 
     def __call__(self, **inputs) -> ModelOutput:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
@@ -111,10 +110,12 @@ class ConfidenceExit:
         inputs = {name: value for name, value in inputs.items() if "label" not in name}
         if self.threshold == 0:  # no layer is sure, so that none but the last need be read
             return self._read_whole(inputs)
-        (rows, logits), *later = self._read(inputs, self.threshold)
-        logits, exit_layers = logits.clone(), torch.ones_like(rows)  # [batch, classes], [batch]
-        for layer, (rows, found) in enumerate(later, start=2):
-            logits[rows], exit_layers[rows] = found, layer
+        (rows, of_all), *later = self._read(inputs, self.threshold)
+        logits = of_all.clone()  # [batch, classes]
+        exit_layers = torch.ones_like(rows)  # [batch]
+        for layer, (rows, of_rows) in enumerate(later, start=2):
+            logits[rows] = of_rows
+            exit_layers[rows] = layer
         return ModelOutput(logits=logits, exit_layers=exit_layers)
 
     def _read_whole(self, inputs) -> ModelOutput:
@@ -127,8 +128,11 @@ class ConfidenceExit:
     def _read(self, inputs, threshold: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each layer the numbers of those rows that none before was sure of, and their logits `[rows, classes]`."""
         reader = Readout.probe(self.model, inputs)
-        forward, state = PartialForward(self.model, reader.stack), None
-        rows = torch.arange(find_batch_size(inputs), device=next(self.model.parameters()).device)
+        forward = PartialForward(self.model, reader.stack)
+        device = next(self.model.parameters()).device
+        rows = torch.arange(find_batch_size(inputs), device=device)
+        state = None  # what the layer before returned
+
         with (
             evaluating(self.model),
             switched_off(off_in_replay(self.model, reader.stack)),
@@ -142,10 +146,11 @@ class ConfidenceExit:
                         f"{name}: the first dimension of its states is not the batch; use `truncate`."
                     )
                 yield rows, logits
+
                 unsure = ~(uncertainty(logits.float()) < threshold)  # [rows]
-                rows, inputs, state = (
-                    _take(unsure, tree) for tree in (rows, inputs, forward.output)
-                )
+                rows = rows[unsure]
+                inputs = _take(unsure, inputs)
+                state = _take(unsure, forward.output)
                 if not len(rows):
                     break
 
@@ -171,20 +176,23 @@ class ConfidenceExit:
             raise ValueError(
                 f"`max_loss` is {max_loss}, `confidence` is {confidence}; give [0, 1] and [0.5, 1)."
             )
-        logits, labels = [], []
-        for inputs, classes in self._batches(dataset, settings):
-            layers = [found for _, found in self._read(inputs, threshold=0.0)]
-            logits.append(torch.stack(layers).float())  # [layers, batch, classes]
-            labels.append(classes)
-        logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
-        logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
-        correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
-        unsure = uncertainty(logits).cpu().numpy()  # [layers, samples]
+        correct = []
+        unsure = []
+        for inputs, labels in self._batches(dataset, settings):
+            layers = [of_layer for _, of_layer in self._read(inputs, threshold=0.0)]
+            known = labels != IGNORE_INDEX
+            logits = torch.stack(layers).float()[:, known]  # [layers, samples, classes]
+            correct.append((logits.argmax(-1) == labels[known]).cpu().numpy())
+            unsure.append(uncertainty(logits).cpu().numpy())
+        correct = np.concatenate(correct, axis=1)  # [layers, samples]
+        unsure = np.concatenate(unsure, axis=1)  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
+
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         if self.threshold == 0:
+            samples = correct.shape[1]
             logger.warning(
-                f"No early exit is shown to lose at most {max_loss:g} of the accuracy on these {labels.numel()} "
+                f"No early exit is shown to lose at most {max_loss:g} of the accuracy on these {samples} "
                 "samples: all samples will pass all layers. Give more data or a larger `max_loss`."
             )
         return self
@@ -198,17 +206,19 @@ class ConfidenceExit:
         """
         batches, labels = zip(*self._batches(dataset, settings))
         labels = torch.cat(labels)  # [samples]
+
         with evaluating(self.model) as device:
             outputs = [self(**batch) for batch in batches]
             full = torch.cat([_class_logits(self.model(**batch)) for batch in batches])
+
             calls = [
                 lambda: [self(**batch) for batch in batches],
                 lambda: [self.model(**batch) for batch in batches],
             ]
             seconds = turns(calls, repeats, device, settings.get("progress", False))  # [2]
-        exits, logits = (
-            torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits")
-        )
+
+        exits = torch.cat([output["exit_layers"] for output in outputs])  # [samples]
+        logits = torch.cat([output["logits"] for output in outputs])  # [samples, classes]
         num_layers = Readout.probe(self.model, batches[0]).num_layers
         known = labels != IGNORE_INDEX
         return ConfidenceReport(
@@ -253,23 +263,22 @@ def _loosest_threshold(
         from scipy.stats import binom
 
     met = np.unique(unsure[unsure >= 0])
-    candidates = np.append(
-        (met[1:] + met[:-1]) / 2, 1.0
-    )  # between them, so that rounding moves no sample
+    between = (met[1:] + met[:-1]) / 2  # so that rounding moves no sample
+    candidates = np.append(between, 1.0)
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
-    loosest, quantile = 0.0, statistics.NormalDist().inv_cdf(confidence)
+
+    quantile = statistics.NormalDist().inv_cdf(confidence)
+    loosest = 0.0
     for threshold in candidates:
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
-        lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(
-            float
-        )  # -1, 0 or 1
+        correct_at_exit = np.take_along_axis(correct, exits[None], axis=0)[0]
+        lost = correct[-1] - correct_at_exit.astype(float)  # -1, 0 or 1
         # Were all the differences losses, their number would be binomial, of which few are far from normal.
         if binom.cdf(max(lost.sum(), 0.0), len(lost), max_loss) > 1 - confidence:
             break
-        lost = np.append(
-            lost, 1.0
-        )  # one more than seen: that none of a few samples is lost proves little
+        # One more than seen: that none of a few samples is lost proves little.
+        lost = np.append(lost, 1.0)
         if lost.mean() + quantile * lost.std() / math.sqrt(len(lost)) > max_loss:
             break
         loosest = float(threshold)

@@ -85,8 +85,7 @@ def draft_with(
     Example: `model.generate(**inputs, custom_generate=draft_with(15))`.
     """
     checked = WeakKeyDictionary()  # model -> stack
-    # Drafts accepted and tried, by confidence, which stands in for the share at first; kept from call to call.
-    counts = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)
+    counts = _DraftCounts()  # kept from call to call
 
     def decode(
         model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
@@ -103,7 +102,8 @@ def draft_with(
         own_cache = model_kwargs.get(halves.cache_name)
         if getattr(own_cache, "layers", None):
             _check_cache(model, own_cache, reader.num_layers)
-        outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
+        model_kwargs["use_cache"] = True
+        outputs = model._prefill(input_ids, generation_config, model_kwargs)
         cache = outputs.get(halves.cache_name)
         _check_cache(model, cache, reader.num_layers)
         if checked.get(model) is not reader.stack:
@@ -120,9 +120,9 @@ def draft_with(
             streamer.end()
         if not generation_config.return_dict_in_generate:
             return sequences
-        # Rows that stop leave the cache of several.
-        kept = {halves.cache_name: cache} if len(input_ids) == 1 else {}
-        return GenerateDecoderOnlyOutput(sequences, **kept)
+        if len(input_ids) > 1:  # rows that stopped have left the cache
+            return GenerateDecoderOnlyOutput(sequences)
+        return GenerateDecoderOnlyOutput(sequences, **{halves.cache_name: cache})
 
     return decode
 
@@ -151,11 +151,28 @@ def token_ids(shortlist, head) -> torch.Tensor:
 
 def costs(stack, head, layer, size):
     """The weights read in a draft from `size` tokens and in a verification, as shares of those of plain decoding."""
-    weights = sum(weight.numel() for each in stack.layers for weight in each.parameters())
+    weights = sum(weight.numel() for layer in stack.layers for weight in layer.parameters())
     of_layer = weights / len(stack.layers)
     whole = stack.num_layers * of_layer + head.weight.numel()
     drafting = layer * of_layer
     return (drafting + size * head.weight.shape[1]) / whole, 1 - drafting / whole
+
+
+class _DraftCounts:
+    """How many drafts were tried and accepted, by the confidence in them, which stands in for the share at first."""
+
+    def __init__(self):
+        self._accepted = (np.arange(BINS) + 0.5) / BINS
+        self._tried = np.ones(BINS)
+
+    def add(self, bins: Sequence[np.ndarray], right: np.ndarray) -> None:
+        """Count the drafts of a round, whose confidence is in `bins`, `[rows]` each; `right` `[rows]` are accepted."""
+        np.add.at(self._tried, bins, 1)
+        np.add.at(self._accepted, bins, np.arange(len(bins))[:, None] < right)
+
+    def expected(self, bins: np.ndarray) -> float:
+        """The share of drafts accepted with the confidence in `bins` `[rows]`."""
+        return (self._accepted / self._tried)[bins].mean()
 
 
 class _Halves:
@@ -169,14 +186,19 @@ class _Halves:
         self.states = []  # what layer k returned for each of the drafts of a round
         # Before transformers 5.24 it had the other name.
         arguments = inspect.signature(model.forward).parameters
-        self.cache_name = "cache" if "cache" in arguments else "past_key_values"
+        self.cache_name = "past_key_values"
+        if "cache" in arguments:
+            self.cache_name = "cache"
 
         self.head = model.get_output_embeddings()
-        self.short = None if shortlist is None else token_ids(shortlist, self.head)
-        kept = slice(None) if self.short is None else self.short
-        bias = getattr(self.head, "bias", None)
-        self.weight = self.head.weight[kept]  # [short, hidden]
-        self.bias = None if bias is None else bias[kept]
+        self.weight = self.head.weight
+        self.bias = getattr(self.head, "bias", None)
+        self.short = None
+        if shortlist is not None:
+            self.short = token_ids(shortlist, self.head)
+            self.weight = self.weight[self.short]  # [short, hidden]
+            if self.bias is not None:
+                self.bias = self.bias[self.short]
         self.draft_cost, self.verify_cost = costs(stack, self.head, layer, len(self.weight))
 
     @contextmanager
@@ -242,14 +264,15 @@ class _Decoding:
         self.stops = stopping_criteria
         self.config = config
         self.streamer = streamer
-        self.accepted, self.tried = counts
+        self.counts = counts
         self.tokens = self.cost = 1.0  # of a row, so far; at first as of plain decoding
 
         self.texts = list(input_ids)  # of all rows, [length] each
         self.rows = list(range(len(input_ids)))  # that go on
         self.ends = [config.max_length] * len(input_ids)  # where each stops at the latest
-        eos = config._eos_token_tensor
-        self.eos = input_ids[:0] if eos is None else eos
+        self.eos = config._eos_token_tensor
+        if self.eos is None:
+            self.eos = input_ids[:0]
         # Without an end of text all rows end together.
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
 
@@ -265,8 +288,8 @@ class _Decoding:
         while self.rows:
             self.round()
         texts = [text[: max(self.ends)] for text in self.texts]
-        padding = self.config._pad_token_tensor
-        padding = 0.0 if padding is None else float(padding)
+        token = self.config._pad_token_tensor
+        padding = float(token) if token is not None else 0.0
         return pad_sequence(texts, batch_first=True, padding_value=padding)
 
     def round(self):
@@ -281,8 +304,7 @@ class _Decoding:
         chosen = torch.stack(scores, dim=1).argmax(-1)  # [rows, n]
 
         right = (chosen == drafts).long().cumprod(1).sum(1).cpu().numpy()  # [rows]
-        np.add.at(self.tried, bins, 1)
-        np.add.at(self.accepted, bins, np.arange(len(bins))[:, None] < right)
+        self.counts.add(bins, right)
         counts = (right + 1).clip(max=len(bins))  # [rows]
         self.tokens += counts.mean()
         self.cost += len(bins) * self.halves.draft_cost + self.halves.verify_cost
@@ -292,7 +314,8 @@ class _Decoding:
         """The last token of each text and the drafts after it, `[rows]` each; of each draft the noise, and the bin of
         each row's confidence, `[rows]`."""
         tokens = [torch.stack([self.texts[row][-1] for row in self.rows])]
-        noises, bins = [], []
+        noises = []
+        bins = []
         chance = np.ones(len(self.rows))  # of all drafts so far, by the model's own confidence
         room = self.config.max_length - max(len(self.texts[row]) for row in self.rows)
         most = min(room, self.halves.length)
@@ -306,8 +329,10 @@ class _Decoding:
             confidence = logits.float().softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
             chance = chance * confidence.cpu().numpy()
             bins.append((chance * BINS).astype(int).clip(max=BINS - 1))
-            expected = (self.accepted / self.tried)[bins[-1]].mean()
+
+            expected = self.counts.expected(bins[-1])
             price = self.halves.draft_cost * self.tokens / self.cost
+
             # Plain decoding asks no processor what follows an end, or a token that is not allowed.
             has_ended = torch.isin(tokens[-1], self.eos).any()
             is_allowed = scores.amax(-1).isfinite().all()
@@ -329,8 +354,10 @@ class _Decoding:
                     break
             else:
                 going.append(place)
+
         if self.streamer is not None:
             self.streamer.put(chosen[0, : counts[0]].cpu())
+
         counts = torch.as_tensor(counts, device=self.positions.device)
         kept = min(cached, int(counts.max()))
         self.halves.cache.crop(kept - cached)
@@ -338,6 +365,7 @@ class _Decoding:
         if self.mask is not None:
             right = torch.arange(kept, device=counts.device) < counts[:, None]  # [rows, kept]
             self.mask = torch.cat([self.mask, right.to(self.mask)], dim=1)
+
         if going and len(going) < len(self.rows):
             places = torch.tensor(going, device=counts.device)
             self.halves.cache.batch_select_indices(places)
@@ -365,14 +393,15 @@ class _Decoding:
         scores = logits.float()
         if self.process:
             scores = torch.stack(
-                [self._processed(place, each, drafts) for place, each in enumerate(scores)]
+                [self._processed(place, of_row, drafts) for place, of_row in enumerate(scores)]
             )
         return scores + noise
 
     def _processed(self, place, scores, drafts) -> torch.Tensor:
         """The `scores` `[vocab]` of one row by the processors; rows go one by one, since their texts differ in length,
         and each as all of the batch, since processors may tell rows by their number."""
-        row, size = self.rows[place], len(self.texts)
+        row = self.rows[place]
+        size = len(self.texts)
         text = torch.cat([self.texts[row], *(draft[place, None] for draft in drafts)])
         return self.process(text.repeat(size, 1), scores.repeat(size, 1))[row]
 
@@ -406,11 +435,14 @@ def _check_options(model, config, processors, model_kwargs):
     # As `intercepted` leaves them.
     if any("_call_impl" in module.__dict__ for module in model.modules()):
         raise ValueError(f"{name} drafts in another thread: wait for it, or decode plainly.")
-    if any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters()):
+    if any(
+        isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()
+    ):
         raise ValueError(
             f"{name} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` would run "
             "different numbers of times: decode without it, or load the saved model whole in each process."
         )
+
     asked = _other_decoding(model, config, processors, model_kwargs)
     has_positions = getattr(model_kwargs.get("position_ids"), "ndim", 0) == 2
     if asked or model.config.is_encoder_decoder or not has_positions:
@@ -428,21 +460,27 @@ def _other_decoding(model, config, processors, model_kwargs) -> list[str]:
     asked += [
         name for name, value in model_kwargs.items() if name not in INPUTS and value is not None
     ]
-    asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
+    names = [type(processor).__name__ for processor in processors]
+    asked += [name for name in names if name in STATEFUL]
     if any(getattr(value, "offloading", False) for value in model_kwargs.values()):
         asked.append("an offloaded cache")
     if model.prepare_inputs_for_generation.__self__ is not model:
         asked.append("an adapter's virtual tokens")
+
     kinds = set()
     for module in model.modules():
-        rope = getattr(module, "rope_type", None)
-        kinds.update(rope.values() if isinstance(rope, dict) else [rope])  # several in Gemma 3
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # several in Gemma 3
+            kinds.update(kind.values())
+        else:
+            kinds.add(kind)
     asked += [f"{kind} positions" for kind in sorted(kinds & {"dynamic", "longrope"})]
     return asked
 
 
 def _check_cache(model, cache, num_layers):
-    if [type(each) for each in getattr(cache, "layers", [])] != [DynamicLayer] * num_layers:
+    kinds = [type(layer) for layer in getattr(cache, "layers", [])]
+    if kinds != [DynamicLayer] * num_layers:
         raise ValueError(
             f"{type(model).__name__} has a {type(cache).__name__} that cannot be cropped in each of its {num_layers} "
             "layers (windows, recurrence, `cache_implementation`): leave that or drafts out."
@@ -462,7 +500,8 @@ def _check_halves(model, halves, ids):
             for place in (2, 3):
                 halves.draft(ids[:, place], position_ids=places[:, [place]])
             logits = halves.verify(ids[:, 2:], position_ids=places[:, 2:])
-    error, size = (logits - whole).abs().max(), whole.abs().max()
+    error = (logits - whole).abs().max()
+    size = whole.abs().max()
     if not error <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * size:
         raise ValueError(
             f"{name} cannot draft: its last layers need more than its first ones return."

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -23,6 +24,7 @@ from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, with_dec
 from ..readout.replay import Readout, evaluating
 from ..readout.stack import embeddings, intercepted
 from .divergence import HeadInput, divergences, token_divergences
+from .layer_sets import LayerSetProfile, layer_set_profile
 from .partial import PartialForward
 from .truncation import example_inputs, keep_layers
 
@@ -36,7 +38,7 @@ class HealingTrainer(Trainer):
     The loss is the KL divergence from the whole model's predictions to the shorter one's, a mean over the labelled
     rows or tokens; of models that predict numbers it is their squared difference. Labels only say what is read.
     `trainer.model` is the shorter model, an ordinary checkpoint for `from_pretrained`. `evaluate()` gives the same
-    loss on other rows; [`~early_exit.layer_set_profile`] compares both models by their own loss.
+    loss on other rows; `evaluate_layers()` compares both models by the loss of their task.
 
     Args:
         model (`PreTrainedModel`): the whole model, which is left as it is. Merge a PEFT model first.
@@ -77,6 +79,7 @@ class HealingTrainer(Trainer):
         whole_stack = Readout.probe(model, batch).stack
         stack = Readout.probe(short, batch).stack
         shared = shared_layers(layers, whole_stack.num_layers, train_all)
+
         if not train_all:
             short.requires_grad_(False)
             for layer in stack.layers[shared:]:
@@ -84,7 +87,9 @@ class HealingTrainer(Trainer):
 
         super().__init__(short, args, **arguments)
         _check_arguments(self)
+
         self.whole_model = model.to(self.args.device)
+        self.layers = list(layers)
         self.token_fraction = token_fraction
         # The loss is divided by the items of all micro-batches of a step, so Trainer has to count them.
         self.model_accepts_loss_kwargs = True
@@ -99,12 +104,14 @@ class HealingTrainer(Trainer):
         self._prepare_reading(inputs)
         needs_logits = return_outputs and self.compute_metrics is not None
         by_head = self._tokens is not None and not needs_logits
+
         whole = self.read_whole(inputs, by_head)
 
         forward = PartialForward(model, self._stack)
         rest = partial(forward, self._shared + 1, self._stack.num_layers, whole.last_shared)
         with forward.attached():
             outputs = self._run(self.model, rest, inputs, by_head)
+
         if by_head:
             losses, items = self._token_losses(whole.outputs, outputs, inputs)
         else:
@@ -115,10 +122,37 @@ class HealingTrainer(Trainer):
             loss = loss * items / num_items_in_batch
             if self.args.average_tokens_across_devices:  # DDP takes the mean of the gradients
                 loss = loss * self.accelerator.num_processes
+
         if not return_outputs:
             return loss
-        kept = {} if by_head else {**outputs}
-        return loss, {**kept, "loss": loss}
+        if by_head:
+            return loss, {"loss": loss}
+        return loss, {**outputs, "loss": loss}
+
+    def evaluate_layers(
+        self, eval_dataset: Dataset | None = None, max_rise: float = 0.05, **settings
+    ) -> LayerSetProfile:
+        """The task loss of the shorter model beside that of the whole one, on held-out rows.
+
+        The verdict says, with 95 % confidence, whether it is above that by at most `max_rise`, a share. `settings` are
+        those of [`~early_exit.layer_set_profile`], such as `batch_size`. Each process reads all rows.
+        """
+        shared = {
+            "data_collator": self.data_collator,
+            "label_names": self.label_names,
+            "batch_size": self.args.per_device_eval_batch_size,
+        }
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("There is no `eval_dataset`; give rows that were not trained on.")
+        return layer_set_profile(
+            self.whole_model,
+            dataset,
+            [self.layers],
+            max_rise,
+            [self.model],
+            **{**shared, **settings},
+        )
 
     def read_whole(self, inputs: Mapping[str, Any], by_head: bool) -> "WholeReading":
         """What the whole model gives of a batch. It does not change in training, so a subclass may keep it.
@@ -141,6 +175,7 @@ class HealingTrainer(Trainer):
             raise ValueError(
                 f"A batch has the keys {sorted(inputs)} and no labels, which say what is read: add `labels`."
             )
+
         self._task = TaskLoss.probe(self.model, inputs, label_names=self.label_names)
         if are_token_labels(labels):
             try:
@@ -148,6 +183,7 @@ class HealingTrainer(Trainer):
                 self._tokens = HeadReadout.probe(self.model, short, self._task.shifts_labels)
             except ValueError as error:
                 logger.info(f"The logits of all tokens are made: {error}")
+
         if self._tokens is None and self.token_fraction < 1:
             raise ValueError(
                 f"`token_fraction` is {self.token_fraction}; {type(self.model).__name__} is read on all rows: use 1."
@@ -183,7 +219,9 @@ class HealingTrainer(Trainer):
     def _token_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:
         """The divergence of each token that is read, and the number of labelled tokens."""
         tokens = self._tokens.tokens(inputs, self.token_fraction, same=True)
-        rows = tokens.rows if tokens.samples is None else tokens.rows[tokens.samples[0]]
+        rows = tokens.rows
+        if tokens.samples is not None:
+            rows = rows[tokens.samples[0]]
 
         def read(model: nn.Module, found: Mapping[str, torch.Tensor]) -> HeadInput:
             hidden = found["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]

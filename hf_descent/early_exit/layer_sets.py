@@ -9,7 +9,9 @@ Leaving out blocks in the middle: Gromov et al. (2024), "The Unreasonable Ineffe
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -32,6 +34,8 @@ from ..logs import progress_bar
 from ..losses.constant import chance_of
 from ..losses.layerwise import find_layer_losses
 from ..losses.rows import RowLosses
+from ..losses.task import TaskLoss
+from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout, evaluating
 from .truncation import check_layers, skipping
 
@@ -49,6 +53,9 @@ class LayerSetProfile(Result):
         items (`int`): labelled rows or tokens that were read.
         max_rise (`float`): the share by which the loss may rise; the verdicts are about it.
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+        healed (`list[bool]`, *optional*): of each set, whether a model that was healed to it stands for it.
+        agreement (float64 `[n]`, *optional*): share of the labelled rows or tokens for which the set predicts the same
+            class as all layers; none for models that predict numbers.
     """
 
     layers: list[list[int]]
@@ -61,6 +68,8 @@ class LayerSetProfile(Result):
     items: int
     max_rise: float = 0.05
     chance: float | None = None
+    healed: list[bool] | None = None
+    agreement: np.ndarray | None = None
 
     def verdicts(self, max_rise: float | None = None) -> list[str]:
         """Of each set, whether its loss is at most `max_rise` (by default the profile's) above that of all layers:
@@ -100,22 +109,28 @@ class LayerSetProfile(Result):
     def __str__(self) -> str:
         title = f"at most {100 * self.max_rise:+g} %"
         rows = [["layers", "left out", "loss", "rise", "95 % interval", self.metric, title]]
+        if self.agreement is not None:
+            rows[0].insert(-1, "as all layers")
         everything = self.layers[0]
         for index, (kept, verdict) in enumerate(zip(self.layers, self.verdicts())):
             dropped = sorted(set(everything) - set(kept))
             ends = 100 * (np.array([self.lower[index], self.upper[index]]) - 1)
             interval = f"{ends[0]:+.1f} to {ends[1]:+.1f} %" if np.isfinite(ends).all() else "-"
-            rows.append(
-                [
-                    f"{len(kept)}",
-                    spans(dropped) if dropped else "none",
-                    f"{self.losses[index]:.4g}",
-                    f"{100 * (self.ratios[index] - 1):+.1f} %",
-                    interval if dropped else "",
-                    f"{self.values[index]:.4g}",
-                    verdict if dropped else "",
-                ]
-            )
+            left_out = spans(dropped) if dropped else "none"
+            if self.healed is not None and self.healed[index]:
+                left_out += ", healed"
+            cells = [
+                f"{len(kept)}",
+                left_out,
+                f"{self.losses[index]:.4g}",
+                f"{100 * (self.ratios[index] - 1):+.1f} %",
+                interval if dropped else "",
+                f"{self.values[index]:.4g}",
+                verdict if dropped else "",
+            ]
+            if self.agreement is not None:
+                cells.insert(-1, f"{self.agreement[index]:.4g}")
+            rows.append(cells)
         return format_table(rows)
 
 
@@ -191,18 +206,29 @@ def layer_set_profile(
     dataset: Dataset | DataLoader,
     layers: Sequence[Sequence[int]],
     max_rise: float = 0.05,
+    healed: Sequence[nn.Module | None] = (),
     **settings,
 ) -> LayerSetProfile:
     """Loss and metric of `model` with each of several sets of `layers`, on `dataset`; all layers come first.
 
-    `max_rise` is the share by which the loss may rise. Other arguments and errors are as of [`find_layer_sets`].
+    Args:
+        model, dataset, settings: as of [`find_layer_sets`], whose errors this has, too.
+        layers (sequence of sequences of `int`): the sets, each smaller than the one before.
+        max_rise (`float`): the share by which the loss may rise.
+        healed (sequence of `nn.Module`, *optional*): for each of `layers` the model that was healed to it, which is
+            measured in its place; `None` for a set that was not.
     """
     evaluation = Evaluation(model, dataset, **settings)
+
     everything = None
     labels = None
     rows = RowSums()
     total = 0.0
-    with evaluating(model):
+    agreed = 0.0
+    with ExitStack() as in_evaluation:
+        for evaluated in (model, *healed):
+            if evaluated is not None:
+                in_evaluation.enter_context(evaluating(evaluated))
         for _, batch in evaluation.batches("Sets of layers"):
             if everything is None:
                 found = find_layer_losses(model, batch, evaluation.task, needs_logits=True)
@@ -210,17 +236,27 @@ def layer_set_profile(
                 row_losses = RowLosses(evaluation.task, found.predictor)
                 everything = list(range(1, stack.num_layers + 1))
                 others = [check_layers(kept, stack) for kept in layers]
-                sets = [everything, *(kept for kept in others if kept != everything)]
+                asked = zip_longest(others, healed)
+                pairs = [(kept, other) for kept, other in asked if kept != everything]
+                pairs.insert(0, (everything, None))
+
             if found.predictor is not None:
                 labels = found.predictor.of_batch(evaluation.task, batch).plus(labels)
 
             sums = []
             splits = []
-            for kept in sets:
-                with skipping(stack, kept):
-                    outputs = model(**batch)
+            choices = []
+            for kept, other in pairs:
+                if other is None:
+                    with skipping(stack, kept):
+                        outputs = model(**batch)
+                else:
+                    outputs = other(**batch)
                 sums.append(evaluation.score(outputs, batch))
                 splits.append(row_losses.split(outputs, batch))
+                choices.append(_chosen_classes(evaluation.task, outputs, batch))
+
+            agreed = agreed + _agreement(choices)
             sums = torch.stack(sums)  # [sets, 4]
             items = evaluation.task.count(batch)
             means = (sums[:, 2] / sums[:, 3].clamp(min=1)).float()  # [sets]
@@ -230,9 +266,11 @@ def layer_set_profile(
     row_sums = rows.gathered(over_processes=False).sums  # [rows, sets + 1]
     ratios, ratios_of_rows = values_of_rows(lambda losses: losses / losses[0], row_sums)
     lower, upper = confidence_limits(ratios_of_rows)
+
     metric = name_of(evaluation.metric)
+    is_known = bool(np.isfinite(agreed).all())  # of numbers it is not
     return LayerSetProfile(
-        layers=sets,
+        layers=[kept for kept, _ in pairs],
         metric=metric,
         losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
         values=metric_value(metric, evaluation.scale, total),
@@ -242,4 +280,21 @@ def layer_set_profile(
         items=round(total[0, 3]),
         max_rise=max_rise,
         chance=chance_of(labels, of_all=False),
+        healed=[other is not None for _, other in pairs],
+        agreement=agreed / agreed[0] if is_known else None,
     )
+
+
+def _chosen_classes(task: TaskLoss, outputs, batch) -> torch.Tensor | None:
+    """The likeliest class of each labelled row or token, `[items]`; `None` where classes are not what is predicted."""
+    logits, labels = task.predictions(outputs, batch)
+    if labels.is_floating_point() or logits.shape[:-1] != labels.shape:
+        return None
+    return logits.argmax(-1)[labels != IGNORE_INDEX]
+
+
+def _agreement(choices: Sequence[torch.Tensor | None]) -> np.ndarray:
+    """How many of the classes are as those of the first, `[sets]`; not a number where they are not known."""
+    if choices[0] is None:
+        return np.full(len(choices), np.nan)
+    return np.array([float((chosen == choices[0]).sum()) for chosen in choices])

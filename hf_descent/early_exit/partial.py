@@ -16,14 +16,15 @@ class PartialForward:
     """
 
     def __init__(self, model, stack: LayerStack):
-        self.model, self.stack, self.running = model, stack, False
+        self.model = model
+        self.stack = stack
+        self.running = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Calls of this object, and no others of the model, are possible inside; other threads run the model whole."""
-        if (
-            "_call_impl" in self.stack.layers[0].__dict__
-        ):  # begun since: `intercepted` would end in another order
+        # Begun since: `intercepted` would end in another order.
+        if "_call_impl" in self.stack.layers[0].__dict__:
             raise ValueError(
                 f"{type(self.model).__name__} drafts in another thread: wait for it, or decode plainly."
             )
@@ -33,13 +34,15 @@ class PartialForward:
 
     def __call__(self, first: int, last: int, given: Any = None, **inputs) -> Any:
         """The outputs of `model(**inputs)` if it stopped after `last`; `given` is what layer `first - 1` returned."""
-        self.first, self.last, self.output, self.calls = first, last, given, 0
+        self.first = first
+        self.last = last
+        self.output = given
+        self.calls = 0
         return self.model(**inputs)
 
     def _run_layer(self, module, call, *args, **kwargs):
-        if (
-            self.running or get_ident() != self.thread
-        ):  # `__call__` on its way to `forward`, or another's call
+        # `__call__` on its way to `forward`, or another's call.
+        if self.running or get_ident() != self.thread:
             return call(*args, **kwargs)
         self.calls += 1
         if self.first <= self.calls <= self.last:

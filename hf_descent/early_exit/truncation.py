@@ -138,7 +138,8 @@ def _readable(
         raise TypeError(
             f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
         )
-    if readout := getattr(model.config, "custom_readout", None):
+    readout = getattr(model.config, "custom_readout", None)
+    if readout:
         logger.warning(
             f"{name} was trained with the readout `{readout}`, which is no part of it: the cut model has the model's "
             "own head, which was not trained, and predicts something else than what was measured."
@@ -146,9 +147,7 @@ def _readable(
     if inputs is None:
         inputs = example_inputs(model)
     plain = copy.copy(model)
-    if "_original_forward" in vars(
-        model
-    ):  # training in mixed precision leaves it, and no copy has it
+    if "_original_forward" in vars(model):  # training in mixed precision leaves it; no copy has it
         del plain.forward
     return plain, Readout.probe(plain, inputs), inputs
 

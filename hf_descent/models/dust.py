@@ -64,11 +64,9 @@ class DustLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DustConfig):
         super().__init__()
-        self.sparsity, self.coupling, self.curvature = (
-            config.sparsity,
-            config.coupling,
-            config.curvature,
-        )
+        self.sparsity = config.sparsity
+        self.coupling = config.coupling
+        self.curvature = config.curvature
         self.dictionary = nn.Parameter(torch.empty(config.hidden_size, config.dictionary_size))  # D
 
     def forward(
@@ -100,10 +98,8 @@ class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
 
     def __init__(self, config: DustConfig):
         super().__init__(config)
-        self.layers = nn.ModuleList(
-            DustLayer(config)
-            for _ in range(1 if config.shared_dictionary else config.num_hidden_layers)
-        )
+        distinct = 1 if config.shared_dictionary else config.num_hidden_layers
+        self.layers = nn.ModuleList(DustLayer(config) for _ in range(distinct))
         self.post_init()
 
     @torch.no_grad()
@@ -114,8 +110,9 @@ class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
             init.copy_(module.dictionary, orthonormal_dct(size).T[:num_values])
 
     def reconstruct(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        reconstruction, code = pixel_values, pixel_values @ self.layers[0].dictionary
+        reconstruction = pixel_values
+        code = pixel_values @ self.layers[0].dictionary
         for index in range(self.config.num_hidden_layers):
-            layer = self.layers[0 if self.config.shared_dictionary else index]
+            layer = self.layers[index % len(self.layers)]
             reconstruction, code = layer(reconstruction, code, pixel_values)
         return reconstruction

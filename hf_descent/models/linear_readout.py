@@ -245,11 +245,8 @@ def give_linear_readout(model: PreTrainedModel, pooling: str) -> None:
     if fault:
         raise ValueError(f"`readout` is {pooling!r}, but {type(model).__name__} {fault}.")
 
-    kept = {
-        name: value
-        for name in KEPT_FIELDS
-        if (value := getattr(model.config, name, None)) is not None
-    }
+    fields = {name: getattr(model.config, name, None) for name in KEPT_FIELDS}
+    kept = {name: value for name, value in fields.items() if value is not None}
     config = LinearReadoutConfig(
         encoder_config=encoder.config,
         pooling=pooling,
@@ -257,15 +254,15 @@ def give_linear_readout(model: PreTrainedModel, pooling: str) -> None:
         **kept,
     )
     config.name_or_path = model.config.name_or_path
+
     with torch.device("meta"):  # its weights are those of `model`
         converted = kind(config)
     converted.encoder = kind.without_unused(encoder)
     converted.classifier = head
     converted.train(model.training)
-    for name in (
-        "hf_device_map",
-        "_loss_function",
-    ):  # where it lies, and a loss that the user chose
+
+    # Where it lies, and a loss that the user chose.
+    for name in ("hf_device_map", "_loss_function"):
         if name in vars(model):
             setattr(converted, name, vars(model)[name])
 

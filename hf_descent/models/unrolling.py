@@ -128,7 +128,8 @@ def symmetric_attention(
 
 def orthonormal_dct(size: int) -> torch.Tensor:
     """The orthonormal DCT-II matrix `[size, size]`: row k is the cosine of frequency k."""
-    frequencies, samples = np.arange(size)[:, None], np.arange(size)
+    frequencies = np.arange(size)[:, None]
+    samples = np.arange(size)
     rows = np.sqrt(2 / size) * np.cos(np.pi / size * frequencies * (samples + 0.5))
     rows[0] /= np.sqrt(2)
     return torch.from_numpy(rows).float()  # [frequency, sample]
@@ -147,8 +148,5 @@ def denoising_loss(
         raise ValueError(
             f"`labels` has shape {list(labels.shape)}; give the input's, {list(reconstruction.shape)}."
         )
-    return (
-        loss_scale
-        * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum")
-        / len(labels)
-    )
+    squares = F.mse_loss(reconstruction.float(), labels.float(), reduction="sum")
+    return loss_scale * squares / len(labels)

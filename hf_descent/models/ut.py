@@ -65,9 +65,7 @@ class UTLayer(GradientCheckpointingLayer):
         shape = (config.hidden_size, config.hidden_size)
         self.attention_step = config.attention_step
         self.projection = nn.Parameter(torch.empty(shape))  # V, [hidden, hidden]
-        self.mixing = nn.Parameter(
-            torch.empty(shape)
-        )  # A, of which S = (A + A^T) / 2, [hidden, hidden]
+        self.mixing = nn.Parameter(torch.empty(shape))  # A, of which S = (A + A^T) / 2
         self.skip = nn.Parameter(torch.empty(shape))  # B, [hidden, hidden]
 
     @property
@@ -107,7 +105,10 @@ class UTPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         for name, parameter in module.named_parameters(recurse=False):
-            init.zeros_(parameter) if name == "bias" else init.xavier_uniform_(parameter)
+            if name == "bias":
+                init.zeros_(parameter)
+            else:
+                init.xavier_uniform_(parameter)
 
 
 class UTForVideoDenoising(PatchDenoiser, UTPreTrainedModel):
@@ -180,7 +181,9 @@ class UTForSequenceClassification(UTPreTrainedModel):
                 attended to nor pooled.
             labels (`torch.Tensor` of shape `[batch]`, or `[batch, labels]`, *optional*): see `config.problem_type`.
         """
-        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_states = inputs_embeds
+        if inputs_embeds is None:
+            hidden_states = self.embed_tokens(input_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask)  # [batch, seq, hidden]
         return classify(self, hidden_states, attention_mask, "mean", labels, num_items_in_batch)

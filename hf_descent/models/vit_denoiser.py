@@ -73,11 +73,9 @@ class ViTForDenoising(EncoderModel):
             raise ValueError(
                 f"The patches of a {type(encoder).__name__} are not its last tokens: {remedy}."
             )
-        self.num_channels, self.patch_size, width = (
-            encoder.num_channels,
-            encoder.patch_size,
-            encoder.hidden_size,
-        )
+        self.num_channels = encoder.num_channels
+        self.patch_size = encoder.patch_size
+        width = encoder.hidden_size
         num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:
             raise ValueError(
@@ -98,17 +96,18 @@ class ViTForDenoising(EncoderModel):
                 `loss_scale * ||x - xhat||^2`, averaged over the images.
         """
         size = self.patch_size
-        rows, columns = (n // size for n in pixel_values.shape[2:])
+        rows = pixel_values.shape[2] // size
+        columns = pixel_values.shape[3] // size
         outputs = self.encoder(pixel_values=pixel_values, return_dict=True, **kwargs)
         tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
-        patches = self.readout(
-            tokens[:, -rows * columns :]
-        )  # [batch, patches, channels * size * size]
-        patches = patches.unflatten(2, (self.num_channels, size, size)).unflatten(
+        patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, values]
+        patches = patches.unflatten(2, (self.num_channels, size, size))
+        patches = patches.unflatten(
             1, (rows, columns)
-        )
+        )  # [batch, rows, columns, channels, size, size]
         images = (
             patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         )  # [batch, channels, height, width]
+
         loss = denoising_loss(images, labels, self.config.loss_scale)
         return DenoisingOutput(loss=loss, logits=images, hidden_states=outputs.hidden_states)

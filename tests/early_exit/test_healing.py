@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_descent import compat
-from hf_descent.early_exit import HealingTrainer, keep_layers
+from hf_descent.early_exit import HealingTrainer, keep_layers, layer_set_profile
 from hf_descent.early_exit.divergence import HeadInput, token_divergences
 from hf_descent.models import ViTDenoiserConfig, ViTForDenoising
 from hf_descent.readout.tiles import HeadLoss
@@ -412,3 +412,49 @@ def test_a_block_behind_layer_k_is_the_set_with_the_last_layer(tmp_path):
     for parameter, other in zip(own.parameters(), last.parameters()):
         assert torch.equal(parameter, other) and parameter.requires_grad
     assert parameter.data_ptr() != other.data_ptr()
+
+
+@pytest.mark.parametrize("case", ["bert", "llama"])
+def test_the_healed_model_is_judged_beside_the_whole_one(case, tmp_path):
+    data = CASES[case][1]
+    rows = data(40, seed=7)
+    trainer, _ = healing(case, tmp_path, eval_dataset=rows)
+    trainer.train()
+    profile = trainer.evaluate_layers(max_rise=0.5)
+    assert profile.layers == [[1, 2, 3, 4], [1, 2, 4]]
+    assert profile.healed == [False, True]
+
+    sums = np.zeros(2)
+    same = count = 0
+    with torch.no_grad():
+        for batch in batches(rows, size=1):
+            whole, labels = predictions(trainer.whole_model.eval(), batch)
+            short, _ = predictions(trainer.model.eval(), batch)
+            kept = labels != -100
+            for place, logits in enumerate((whole, short)):
+                sums[place] += F.cross_entropy(logits[kept], labels[kept], reduction="sum").item()
+            same += int((whole.argmax(-1) == short.argmax(-1))[kept].sum())
+            count += int(kept.sum())
+    np.testing.assert_allclose(profile.losses, sums / count, rtol=1e-4)
+    np.testing.assert_allclose(profile.agreement, [1.0, same / count], rtol=1e-6)
+    assert profile.lower[1] < profile.ratios[1] < profile.upper[1]
+    assert "3, healed" in str(profile) and "as all layers" in str(profile)
+    assert profile.smallest(1e6) in ([1, 2, 4], [1, 2, 3, 4])
+
+
+def test_sets_are_judged_before_and_after_healing_together(tmp_path):
+    trainer, data = healing("bert", tmp_path)
+    trainer.train()
+    layers = [[1, 2, 4], [1, 2, 4]]
+    rows = data(30, seed=3)
+    profile = layer_set_profile(trainer.whole_model, rows, layers, healed=[None, trainer.model])
+    plain = layer_set_profile(trainer.whole_model, rows, layers[:1])
+    assert profile.healed == [False, False, True]
+    np.testing.assert_allclose(profile.losses[:2], plain.losses)
+    assert profile.losses[2] != profile.losses[1]
+
+
+def test_an_evaluation_needs_rows(tmp_path):
+    trainer, _ = healing("bert", tmp_path)
+    with pytest.raises(ValueError, match="no `eval_dataset`; give rows"):
+        trainer.evaluate_layers()

@@ -32,6 +32,7 @@ ADAPTER = "adapter_config.json"
 CAUSAL_LMS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 # PEFT's name of a task -> the end of its class names.
 TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
+OTHER_TOWERS = ("vision", "visual", "image", "audio")  # whose positions are not of tokens
 
 
 def no_model_in(folder: str) -> ValueError:
@@ -55,17 +56,21 @@ def _architecture_in_config(name: str) -> str:
         raise ValueError(
             f"There is no folder {name!r}, and the Hub gave no such model: {error}"
         ) from error
-    return (config.architectures or ["model whose config names no architecture"])[0]
+    if not config.architectures:
+        return "model whose config names no architecture"
+    return config.architectures[0]
 
 
 def architecture_of(name: str) -> str:
     """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
-    if not (adapter := find_json(name, ADAPTER)):
+    adapter = find_json(name, ADAPTER)
+    if not adapter:
         return _architecture_in_config(name)
+    recorded = RunFolder(name).summary.get("model")
+    if recorded:
+        return recorded
     task = adapter.get("task_type")
-    return RunFolder(name).summary.get("model") or TASKS.get(
-        task, f"model with an adapter of task {task}"
-    )
+    return TASKS.get(task, f"model with an adapter of task {task}")
 
 
 @contextmanager
@@ -81,8 +86,10 @@ def weights_of(name: str, num_labels: int | None = None) -> Iterator[None]:
         if "mismatch" not in str(error):
             raise
         fault = "do not fit its config or its base; take those of its training"
-        if num_labels and num_labels != (saved := AutoConfig.from_pretrained(name).num_labels):
-            fault = f"have {saved} labels, the data {num_labels}; `--pooling cls_linear` puts a new readout on it"
+        if num_labels is not None:
+            saved = AutoConfig.from_pretrained(name).num_labels
+            if saved != num_labels:
+                fault = f"have {saved} labels, the data {num_labels}; `--pooling cls_linear` puts a new readout on it"
         raise ValueError(f"The weights of {name!r} {fault}.") from error
 
 
@@ -93,7 +100,8 @@ def load_model(name: str, images: bool = False) -> PreTrainedModel:
     ValueError where the model is of another kind, or was trained with a custom readout. An image classifier is taken
     where `images` says so.
     """
-    architecture, summary = architecture_of(name), RunFolder(name).summary
+    architecture = architecture_of(name)
+    summary = RunFolder(name).summary
     if "readout" in summary:
         raise ValueError(
             f"{name} has the custom readout `{summary['readout']}`, which no file holds: use a script."
@@ -104,6 +112,7 @@ def load_model(name: str, images: bool = False) -> PreTrainedModel:
         if images:
             kinds = "a classifier of texts or images, or a causal language model"
         raise ValueError(f"`model` is {name!r}, a {architecture}; give {kinds}.")
+
     if not find_json(name, ADAPTER):
         with weights_of(name):
             return auto_class.from_pretrained(name, dtype="auto")
@@ -116,9 +125,8 @@ def _auto_class(architecture: str) -> type | None:
         return AutoModelForSequenceClassification
     if architecture.endswith("ForImageClassification"):
         return AutoModelForImageClassification
-    if architecture in CAUSAL_LMS or architecture.endswith("ForCausalLM"):
-        return AutoModelForCausalLM
-    return None
+    is_causal_lm = architecture in CAUSAL_LMS or architecture.endswith("ForCausalLM")
+    return AutoModelForCausalLM if is_causal_lm else None
 
 
 def _load_adapter(
@@ -128,7 +136,9 @@ def _load_adapter(
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
     # An adapter's folder does not have the config of its base.
-    known = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
+    known = {}
+    if "num_labels" in summary:
+        known["num_labels"] = summary["num_labels"]
     with weights_of(name):
         if architecture.startswith("LinearReadoutFor"):
             model = PeftModel.from_pretrained(_linear_readout(name, summary, known), name)
@@ -145,10 +155,9 @@ def _load_adapter(
             model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
     if auto_class is not AutoModelForCausalLM:
         # The base may have other names, or the same ones in another order.
-        names = summary.get(
-            "id2label",
-            {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)},
-        )
+        names = summary.get("id2label")
+        if names is None:
+            names = {number: f"LABEL_{number}" for number in range(model.config.num_labels)}
         model.config.id2label = {int(number): label for number, label in names.items()}
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
@@ -159,7 +168,8 @@ def _linear_readout(
     name: str, summary: Mapping[str, Any], known: Mapping[str, Any]
 ) -> LinearReadoutModel:
     """The base of an adapter in `name`: an encoder under a new linear layer, which the adapter must bring."""
-    if "classifier" not in (find_json(name, ADAPTER).get("modules_to_save") or ()):
+    saved = find_json(name, ADAPTER).get("modules_to_save")
+    if not saved or "classifier" not in saved:
         raise ValueError(
             f"The adapter in {name!r} does not hold the linear layer of its model: train it with "
             "`modules_to_save=['classifier']`."
@@ -171,11 +181,9 @@ def _linear_readout(
 
 def best_device() -> torch.device:
     """The accelerator of this machine, or else its CPU."""
-    return (
-        torch.accelerator.current_accelerator()
-        if torch.accelerator.is_available()
-        else torch.device("cpu")
-    )
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
 
 
 def load_image_processor(name: str):
@@ -193,10 +201,8 @@ def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} gives no tokenizer: {error}") from error
-    if not tokenizer.get_vocab().keys() - {
-        *tokenizer.all_special_tokens,
-        "▁",
-    }:  # SentencePiece's space
+    special_tokens = {*tokenizer.all_special_tokens, "▁"}  # SentencePiece's space
+    if not tokenizer.get_vocab().keys() - special_tokens:
         raise ValueError(
             f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`)."
         )
@@ -211,31 +217,25 @@ def position_limit(model: nn.Module) -> int | None:
     if limit is None or limit < 0:  # XLNet's -1
         return None
     for name, module in model.named_modules():
-        if (
-            name.endswith("position_embeddings")
-            and getattr(module, "padding_idx", None) is not None
-        ):
-            limit -= module.padding_idx + 1  # RoBERTa's positions start after that of the padding
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            limit -= padding + 1  # RoBERTa's positions start after that of the padding
             break
-    prompt = getattr(
-        model, "active_peft_config", None
-    )  # prompt tuning puts tokens before the others
-    return limit - (getattr(prompt, "num_virtual_tokens", None) or 0)
+    prompt = getattr(model, "active_peft_config", None)
+    prompt_length = getattr(prompt, "num_virtual_tokens", None)  # put before the others
+    return limit if prompt_length is None else limit - prompt_length
 
 
 def has_position_table(model: nn.Module) -> bool:
     """Whether the model looks positions up in a table, which ends at the limit; rotary positions do not end."""
-    tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    tables += [
-        name for name, buffer in model.named_buffers() if buffer.is_floating_point()
-    ]  # GPT-J's, CTRL's
-    # The tables of other towers are not of tokens.
-    tables = [
-        name
-        for name in tables
-        if not any(tower in name for tower in ("vision", "visual", "image", "audio"))
-    ]
-    ends = [
-        part for name in tables for part in name.split(".")[-2:]
-    ]  # two parts: LoRA's end in "base_layer"
-    return any("pos" in part or part == "wpe" for part in ends)
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():  # GPT-J's, CTRL's
+            names.append(name)
+    for name in names:
+        if any(tower in name for tower in OTHER_TOWERS):
+            continue
+        # Two parts: LoRA's end in "base_layer".
+        if any("pos" in part or part == "wpe" for part in name.split(".")[-2:]):
+            return True
+    return False

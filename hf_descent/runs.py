@@ -66,7 +66,8 @@ class RunFolder:
     )  # fmt: skip
 
     def __init__(self, path: str | os.PathLike):
-        self.name, self.path = os.fspath(path), Path(path)
+        self.name = os.fspath(path)
+        self.path = Path(path)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -79,18 +80,23 @@ class RunFolder:
         versions = {library.__name__: str(library.__version__) for library in libraries}
         # FSDP writes sharded weights later, and so makes no folder for whole ones.
         self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / self.SUMMARY, {"versions": versions} | dict(summary))
+        write_json(self.path / self.SUMMARY, {"versions": versions, **summary})
 
     def fresh(self, pattern: str) -> list[Path]:
         """The files of that name (or pattern) that are results of the last training."""
-        found = sorted(self.path.glob(pattern))
-        started = self.summary.get("training_started", 0.0) if found else 0.0
-        for path in found:
-            if path.stat().st_mtime < started:
+        paths = sorted(self.path.glob(pattern))
+        if not paths:
+            return []
+        started = self.summary.get("training_started", 0.0)
+        fresh = []
+        for path in paths:
+            if path.stat().st_mtime >= started:
+                fresh.append(path)
+            else:
                 logger.warning_once(
                     f"{path} is older than the training of this folder's model: it is left out."
                 )
-        return [path for path in found if path.stat().st_mtime >= started]
+        return fresh
 
     def read(self, name: str) -> dict[str, Any]:
         """What a fresh JSON file holds; empty where there is none."""
@@ -108,10 +114,9 @@ class RunFolder:
 
     def remove_evaluations(self, *others: str) -> None:
         """Remove the results of an earlier evaluation, perhaps of other rows or weights, and files of `others`."""
-        for path in (
-            path for pattern in (*self.EVALUATIONS, *others) for path in self.path.glob(pattern)
-        ):
-            path.unlink()
+        for pattern in (*self.EVALUATIONS, *others):
+            for path in self.path.glob(pattern):
+                path.unlink()
 
 
 def tables(results: Mapping[str, Any]) -> str:
@@ -122,45 +127,51 @@ def tables(results: Mapping[str, Any]) -> str:
 def training_arguments(args: DescentArguments) -> dict[str, Any]:
     """The arguments that define a training, the seed among them, in JSON values: this package's and
     `TRAINING_ARGUMENTS`, and of the others those that are not at their defaults; "unset" stands for `None` there."""
-    names = [
-        *(argument.name for argument in dataclasses.fields(DescentArguments)),
-        *TRAINING_ARGUMENTS,
-    ]
-    recorded = {name: as_python(getattr(args, name)) for name in names}
+    own_names = [argument.name for argument in dataclasses.fields(DescentArguments)]
+    recorded = {}
+    for name in (*own_names, *TRAINING_ARGUMENTS):
+        recorded[name] = as_python(getattr(args, name))
+
     for argument in dataclasses.fields(args):
         name = argument.name
-        left_out = name in LEFT_OUT or (
-            name.startswith(LEFT_OUT_PREFIXES) and name != "dataloader_drop_last"
-        )
-        if name in recorded or left_out or _is_secret(name) or not argument.init:
+        if name in recorded or _is_left_out(name) or not argument.init:
             continue
-        made = argument.default_factory is not dataclasses.MISSING
-        default = json_value(argument.default_factory() if made else argument.default)
-        if (value := json_value(getattr(args, name))) != default:
-            recorded[name] = (
-                "unset" if value is None else value
-            )  # None would be taken for what is not recorded
+        value = json_value(getattr(args, name))
+        if value != _default(argument):
+            # None would be taken for what is not recorded.
+            recorded[name] = "unset" if value is None else value
     return recorded
+
+
+def _is_left_out(name: str) -> bool:
+    if name == "dataloader_drop_last":
+        return False
+    return name in LEFT_OUT or name.startswith(LEFT_OUT_PREFIXES) or _is_secret(name)
+
+
+def _default(argument: dataclasses.Field) -> Any:
+    """The default of an argument, in JSON values."""
+    if argument.default_factory is not dataclasses.MISSING:
+        return json_value(argument.default_factory())
+    return json_value(argument.default)
 
 
 def json_value(value: Any) -> Any:
     """A JSON value of an argument, without secrets; of a path its last part: seeds may start from anywhere."""
     value = as_python(value)
     if isinstance(value, Mapping):
-        return {
-            str(name): json_value(item) for name, item in value.items() if not _is_secret(str(name))
-        }
+        items = ((str(name), item) for name, item in value.items())
+        return {name: json_value(item) for name, item in items if not _is_secret(name)}
     if isinstance(value, list):
         return [json_value(item) for item in value]
-    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, Enum):
+        value = value.value
     if isinstance(value, str) and os.path.exists(value):
         return os.path.basename(os.path.abspath(value))
+    if isinstance(value, str | int | float | None):
+        return value
     # Where an object lies in memory is another place in every process.
-    return (
-        value
-        if isinstance(value, str | int | float | None)
-        else re.sub(r" at 0x\w+", "", str(value))
-    )
+    return re.sub(r" at 0x\w+", "", str(value))
 
 
 def _is_secret(name: str) -> bool:

@@ -49,8 +49,10 @@ class ModelArguments(OutputArguments):
     def __post_init__(self):
         check_arguments(self, {"unrolled_layers": 1})
         if self.unrolled_layers is not None and (self.use_peft or self.pooling != "head"):
-            others = f"`use_peft` (here {self.use_peft}) nor another `pooling` than 'head' (here {self.pooling!r})"
-            raise ValueError(f"`unrolled_layers` takes neither {others}: leave them out.")
+            raise ValueError(
+                f"`unrolled_layers` takes neither `use_peft` (here {self.use_peft}) nor another `pooling` than 'head' "
+                f"(here {self.pooling!r}): leave them out."
+            )
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)
@@ -92,7 +94,8 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
         "id2label": dict(enumerate(classes)),
         "label2id": {label: i for i, label in enumerate(classes)},
     }
-    name, pooling = args.model_name_or_path, args.pooling.removesuffix("_linear")
+    name = args.model_name_or_path
+    pooling = args.pooling.removesuffix("_linear")
     with weights_of(name, len(classes)):
         if args.unrolled_layers is not None:
             model = UTForSequenceClassification.from_embeddings(
@@ -129,7 +132,6 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
     """`compute_metrics` of a classifier: its accuracy."""
     logits = prediction.predictions
-    logits = (
-        logits[0] if isinstance(logits, tuple) else logits
-    )  # BART's come with the states of its encoder
+    if isinstance(logits, tuple):  # BART's come with the states of its encoder
+        logits = logits[0]
     return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}

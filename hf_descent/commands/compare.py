@@ -13,26 +13,33 @@ from .closing import next_step
 
 def run(args: argparse.Namespace):
     """Compares the runs, prints the table and the outcomes, and writes both and the figures into `args.output_dir`."""
-    runs = args.runs
-    if named := [
-        word for word in runs if "=" in word and not os.path.isdir(word)
-    ]:  # sweeps name folders so
-        if len(named) < len(runs):
-            raise ValueError(f"`runs` is {args.runs}; give all of them as GROUP=RUN, or none.")
-        runs = {}
-        for word in named:
-            group, _, folder = word.partition("=")
-            runs.setdefault(group, []).append(folder)
-    found = pair_of(runs)
-    for pair in found:
+    runs = grouped(args.runs)
+    pairs = pair_of(runs)
+    for pair in pairs:
         level = f" at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
         print(f"Layers of both runs{level}\n{pair}\n")
-    if found and not has_curve(runs, args.curve):
+    if pairs and not has_curve(runs, args.curve):
+        print(next_step("evaluate RUN", "measures a run under noise, which `compare` then tests"))
         return
     comparison = compare(runs, args.baseline, args.confidence, args.curve)
     files = save_comparison(comparison, args.output_dir)
     print(f"{comparison}\n\nWritten to {args.output_dir}: {', '.join(files)}")
     print(next_step("card RUN", "writes the model card of the run that you keep"))
+
+
+def grouped(words: Sequence[str]) -> Sequence[str] | dict[str, list[str]]:
+    """Folders as they are given, or those of each group where all are given as `GROUP=RUN`."""
+    # Sweeps name folders by their settings, such as `lr=0.1`.
+    named = [word for word in words if "=" in word and not os.path.isdir(word)]
+    if not named:
+        return words
+    if len(named) < len(words):
+        raise ValueError(f"`runs` is {words}; give all of them as GROUP=RUN, or none.")
+    groups: dict[str, list[str]] = {}
+    for word in named:
+        group, _, folder = word.partition("=")
+        groups.setdefault(group, []).append(folder)
+    return groups
 
 
 def folders_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
@@ -51,14 +58,14 @@ def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySid
     folders = folders_of(runs)
     if len(folders) != 2:
         return []
-    first, second = (Run.load(folder, needs_curve=False) for folder in folders)
-    if first.summary.get("objective") != "erm":
-        first, second = second, first
-    objective = second.summary.get("objective")
-    if first.summary.get("objective") != "erm" or objective in (None, "erm"):
+    plain, other = (Run.load(folder, needs_curve=False) for folder in folders)
+    if plain.summary.get("objective") != "erm":
+        plain, other = other, plain
+    objective = other.summary.get("objective")
+    if plain.summary.get("objective") != "erm" or objective in (None, "erm"):
         return []
     return [
-        SideBySide(first.profiles[gamma], second.profiles[gamma], objective)
-        for gamma in sorted(first.profiles.keys() & second.profiles.keys())
-        if first.profiles[gamma].data == second.profiles[gamma].data
+        SideBySide(plain.profiles[gamma], other.profiles[gamma], objective)
+        for gamma in sorted(plain.profiles.keys() & other.profiles.keys())
+        if plain.profiles[gamma].data == other.profiles[gamma].data
     ]

@@ -27,7 +27,8 @@ ARMS = {"erm": "plain training", "descent": "constrained", "deep_supervision": "
 GAMMA_TRAIN = 0.15
 GAMMAS = (0.0, 0.05, 0.1, GAMMA_TRAIN, 0.25, 0.4, 0.6, 0.8, 1.0)
 NUM_LAYERS = 5
-ALPHA, INITIAL_LOSS_BOUND = 0.05, 1.0  # f_0: the noisy input's own loss
+ALPHA = 0.05
+INITIAL_LOSS_BOUND = 1.0  # f_0: the noisy input's own loss
 PROBLEM = {
     "descent_alpha": ALPHA,
     "initial_loss_bound": INITIAL_LOSS_BOUND,
@@ -47,28 +48,20 @@ def demo(
     the package's default problem and dual settings, not the demo's. Metrics are RMSE on the 0-255 scale, layer losses
     mean squared error divided by the noise power at the training noise level.
     """
-    train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
-    folders = {
-        name: [f"{output_dir}/{arm}-{seed}" for seed in dict.fromkeys(seeds)]
-        for arm, name in ARMS.items()
-    }
-    for index, seed in enumerate(dict.fromkeys(seeds)):
+    train = photo_pans(4096)  # [clips, frames, pixels]
+    test = photo_pans(512, held_out=True)
+    folders = {name: [] for name in ARMS.values()}
+    for seed in dict.fromkeys(seeds):
         for arm, name in ARMS.items():
             start = time.perf_counter()
-            _run(folders[name][index], arm, seed, train, test, max_steps, auto and arm == "descent")
+            folder = f"{output_dir}/{arm}-{seed}"
+            _run(folder, arm, seed, train, test, max_steps, has_defaults=auto and arm == "descent")
+            folders[name].append(folder)
             print(f"seed {seed}, {name}: {time.perf_counter() - start:.0f} s", flush=True)
+
     comparison = compare(folders)
     files = save_comparison(comparison, output_dir)
-    print(
-        f"\nLoss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)"
-    )
-    for name, runs in comparison.groups.items():
-        losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
-        print(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
-    print(
-        "Each number is the loss if the model stopped after that layer. Below 1 the layer removes noise, above 1 it "
-        "makes the clip worse."
-    )
+    print(f"\n{layer_table(comparison)}")
     print(
         f"\nHeld-out {comparison}\nAll arms have one learning rate; `docs/results.md` has each at its own best."
     )
@@ -76,6 +69,21 @@ def demo(
     recipe = "classify --config recipes/imdb-minilm/descent.yaml"
     print(next_step(recipe, "trains a text classifier that may stop early"))
     return comparison
+
+
+def layer_table(comparison: Comparison) -> str:
+    """The loss of every layer of each arm, and what the numbers mean."""
+    lines = [
+        f"Loss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)"
+    ]
+    for name, runs in comparison.groups.items():
+        losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
+        lines.append(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
+    lines.append(
+        "Each number is the loss if the model stopped after that layer. Below 1 the layer removes noise, above 1 it "
+        "makes the clip worse."
+    )
+    return "\n".join(lines)
 
 
 def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, dict]:
@@ -96,13 +104,22 @@ def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, 
     return model, settings
 
 
-def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bool):
+def _run(
+    folder: str,
+    arm: str,
+    seed: int,
+    train: torch.Tensor,
+    test: torch.Tensor,
+    max_steps: int,
+    has_defaults: bool,
+) -> None:
     """Train one model, evaluate it on the clips `test`, and write both into its run folder."""
     model, settings = denoiser(train, max_steps)
+    if not has_defaults:
+        settings.update(PROBLEM)
     config = DescentConfig(
         output_dir=folder,
         objective=arm,
-        **({} if auto else PROBLEM),
         learning_rate=1e-3,
         per_device_train_batch_size=32,
         max_steps=max_steps,
@@ -121,7 +138,9 @@ def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bo
     trainer.save_model()
     trainer.save_state()
 
-    problem = trainer.problem if auto else DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
+    problem = DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
+    if has_defaults:
+        problem = trainer.problem
     shared = {"metric": "rmse", "scale": 255, "batch_size": 32}
     profile = trainer.evaluate_layers(rows_of(test), gamma=GAMMA_TRAIN, problem=problem, **shared)
     curve = trainer.evaluate_robustness(rows_of(test), GAMMAS, **shared)

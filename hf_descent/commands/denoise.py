@@ -3,9 +3,10 @@
 UT and DUST denoise the patches that the frames of a clip show at one place; a ViT denoises each frame by itself.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
@@ -64,16 +65,21 @@ class ModelArguments(OutputArguments):
     )
 
     def __post_init__(self):
-        limits = dict.fromkeys(("noise_draws", "num_layers", "dictionary_size"), 1) | {
+        limits = {
+            "noise_draws": 1,
+            "num_layers": 1,
+            "dictionary_size": 1,
             "sparsity": 0,
             "coupling": 0,
+            "loss_gamma": SMALLEST,
+            "curvature": SMALLEST,
+            "attention_step": (SMALLEST, 1),
         }
-        limits |= {"loss_gamma": SMALLEST, "curvature": SMALLEST, "attention_step": (SMALLEST, 1)}
         check_arguments(self, limits)
         if (self.architecture == "vit") != (self.model_name_or_path is not None):
-            given = f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}"
             raise ValueError(
-                f"{given}: a ViT needs a pretrained encoder, and the others take none."
+                f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}: a ViT "
+                "needs a pretrained encoder, and the others take none."
             )
 
 
@@ -97,9 +103,8 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     if args.noise_sigma is None:
         args.noise_sigma = measure_sigma(rows["train"], task)
     model = build_model(model_args, task, args.noise_sigma, rows["train"][0])
-    model.config.noise_sigma = (
-        args.noise_sigma
-    )  # also where training is without noise: the tests are not
+    # Also where training is without noise: the tests are not.
+    model.config.noise_sigma = args.noise_sigma
     args.remove_unused_columns = False  # there are none
 
     trainer = DescentTrainer(
@@ -108,43 +113,44 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         train_dataset=rows["train"],
         eval_dataset=rows["validation"],
         data_collator=task.collate,
-        processing_class=getattr(
-            task, "processor", None
-        ),  # saved with the model, for those who evaluate it
+        # Saved with the model, for those who evaluate it.
+        processing_class=getattr(task, "processor", None),
     )
+    settings = {"metric": "rmse", "scale": 255 / task.pixel_range}
+    reports = partial(report, trainer, rows, settings, model_args.noise_draws)
+    train_and_report(trainer, resume, reports, model_args, data_args)
 
-    def report():
-        shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
-        # The test rows come last, since the trainer's card is of what was measured last.
-        for split in [name for name in ("validation", "test") if name in rows]:
-            results = {
-                "layer_profile": trainer.evaluate_layers(
-                    rows[split], gamma=args.gamma_train, **shared
-                )
-            }
-            metrics = {}
-            if args.eval_gammas:
-                curve = trainer.evaluate_robustness(
-                    rows[split], draws=model_args.noise_draws, **shared
-                )
-                results["noise_curve"], metrics[f"{split}_mean_rmse"] = (
-                    curve,
-                    curve.mean_over_levels,
-                )
-            trainer.save_metrics(split, metrics_of(results, split) | metrics)
-            if trainer.is_world_process_zero():
-                print(
-                    f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n"
-                )
-                print(tables(results), end="\n\n")
-        if trainer.is_world_process_zero():
-            folder = trainer.args.output_dir  # plain training beside this has its own
-            RunFolder(folder).write(results)
-            print(f"Written to {folder}")
-            print("\n".join(verdict_lines([results["layer_profile"]])))
-            print(next_step(f"evaluate {folder}", "measures it at other noise levels"))
 
-    train_and_report(trainer, resume, report, model_args, data_args)
+def report(
+    trainer: DescentTrainer, rows: Mapping[str, Dataset], settings: dict[str, Any], draws: int
+) -> None:
+    """Measures the validation and test rows, writes the results of the last, and prints both."""
+    args = trainer.args
+    is_first = trainer.is_world_process_zero()
+    # The test rows come last, since the trainer's card is of what was measured last.
+    for split in ("validation", "test"):
+        if split not in rows:
+            continue
+        profile = trainer.evaluate_layers(rows[split], gamma=args.gamma_train, **settings)
+        results = {"layer_profile": profile}
+        metrics = {}
+        if args.eval_gammas:
+            curve = trainer.evaluate_robustness(rows[split], draws=draws, **settings)
+            results["noise_curve"] = curve
+            metrics[f"{split}_mean_rmse"] = curve.mean_over_levels
+        trainer.save_metrics(split, {**metrics_of(results, split), **metrics})
+        if is_first:
+            print(
+                f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n"
+            )
+            print(tables(results), end="\n\n")
+
+    if is_first:
+        folder = args.output_dir  # plain training beside this has its own
+        RunFolder(folder).write(results)
+        print(f"Written to {folder}")
+        print("\n".join(verdict_lines([profile])))
+        print(next_step(f"evaluate {folder}", "measures it at other noise levels"))
 
 
 def measure_sigma(rows: Dataset, task: DenoisingTask) -> float:
@@ -159,10 +165,10 @@ def build_model(
     args: ModelArguments, task: DenoisingTask, sigma: float, row: dict
 ) -> PreTrainedModel:
     """The denoiser that `args` names, for rows like `row`."""
-    num_values = task.collate([row])["pixel_values"].numel()
-    loss_scale = (
-        0.5 if args.loss_gamma is None else 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
-    )
+    loss_scale = 0.5
+    if args.loss_gamma is not None:
+        num_values = task.collate([row])["pixel_values"].numel()
+        loss_scale = 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
     if args.architecture == "vit":
         name = args.model_name_or_path
         with weights_of(name):

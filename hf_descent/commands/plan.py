@@ -40,6 +40,14 @@ UNPLANNED = (  # settings that change what a step holds, unseen by the plan
 )  # fmt: skip
 
 
+NOTES = """\
+The probe before the first step takes {probe:.1f} GiB beside the weights. Rows are full, and every token has a label.
+A step fits where {rest:.0%} of {gpu_memory} remain. Plain training is the stock `Trainer`'s, with the logits of all
+tokens; `SFTTrainer` makes them in parts. The `--launch` rows are for bf16 and float32 shards of what is trained;
+DeepSpeed's have hidden states and readout in the recipe's precision. What this model cannot have has no row. Rows
+held out for the multipliers are not planned: they take forward passes without gradients."""
+
+
 @dataclass
 class PlanArguments:
     """Where the training is to run."""
@@ -56,8 +64,9 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command of the recipe, then the arguments of the plan and of that command."""
     recipes = models_of(argv)
     usage = f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
-    if len(recipes) != 1 and not HELP & {*argv}:
-        raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
+    if len(recipes) != 1 and not HELP.intersection(argv):
+        named = ", ".join(recipes) if recipes else "missing"
+        raise ValueError(f"The recipe is {named}: `{usage}`.")
     if not recipes:
         return _parsed(_command_of(set()), argv, prog, usage, description)
 
@@ -65,8 +74,10 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     flags = [*argv[1:], "--use_cpu", "true", "--tf32", "false"]
     if not os.path.isdir(recipe):
         with open(recipe, "rb") as file:  # an error in it names the file
-            values = yaml.safe_load(file) or {}
-        module = _command_of({*values})
+            values = yaml.safe_load(file)
+        if values is None:
+            values = {}
+        module = _command_of(set(values))
         parsed = _parsed(module, ["--config", recipe, *flags], prog, usage, description)
         _read_config_beside(recipe, values, model_args=parsed[2])
         return parsed
@@ -82,7 +93,8 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
 def _read_config_beside(recipe: str, values: Mapping[str, Any], model_args: Any) -> None:
     """Take the config of the model that the `values` of a recipe name from a file beside it, where there is one: the
     Hub may be out of reach, and the model gated."""
-    folder, name = os.path.dirname(os.path.abspath(recipe)), model_args.model_name_or_path
+    folder = os.path.dirname(os.path.abspath(recipe))
+    name = model_args.model_name_or_path
     is_beside = os.path.isfile(os.path.join(folder, CONFIG_NAME))
     if is_beside and name == values.get("model_name_or_path") and not os.path.isdir(name):
         model_args.model_name_or_path = folder
@@ -127,13 +139,13 @@ def _recipe_of(run: str, module: ModuleType) -> dict[str, Any]:
     if find_json(run, ADAPTER):
         raise ValueError(f"{run!r} holds an adapter: give the recipe of its training.")
     summary = RunFolder(run).summary
-    recorded = {**summary.get("command", {}), **summary.get("arguments", {}), **record_of(run)}
     known = _arguments(module)
-    recipe = {
-        name: value
-        for name, value in recorded.items()
-        if name in known and value not in (None, "unset")
-    }
+    recipe = {}
+    for recorded in (summary.get("command", {}), summary.get("arguments", {}), record_of(run)):
+        for name, value in recorded.items():
+            if name in known:
+                recipe[name] = value
+    recipe = {name: value for name, value in recipe.items() if value not in (None, "unset")}
     # The model has its pooling and its depth by now.
     for name in ("pooling", "unrolled_layers"):
         recipe.pop(name, None)
@@ -154,9 +166,10 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     settings = recipe.settings(plan_args.processes)
     costs = recipe.costs(settings)
     configured, plain = costs[:2]
+    launched = recipe.model.launched(configured, plan_args.processes)
 
     rows = {setting.title: cost for setting, cost in zip(settings[:-1], costs[:-1])}
-    for name, cost in recipe.model.launched(configured, plan_args.processes).items():
+    for name, cost in launched.items():
         rows[f"`--launch {name}`, {plan_args.processes} processes"] = cost
     rows[settings[-1].title] = costs[-1]
     rows = {title: cost for title, cost in rows.items() if cost is not None}
@@ -164,17 +177,17 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     model = recipe.model.model
     every = model.num_parameters() / 1e6
     trained = model.num_parameters(only_trainable=True) / 1e6
+    times = configured.operations.total() / plain.operations.total()
     print(
         f"{type(model).__name__}: {recipe.model.layers.num_layers} layers, {every:,.1f} million weights, "
         f"{trained:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
-        f"10^12 operations of a step.\n\n{table(rows, plan_args.gpu_memory)}\n\n"
-        f"The step takes {configured.operations.total() / plain.operations.total():.2f} times the operations of plain "
-        f"training. The probe before the first step takes {probe / 2**30:.1f} GiB beside the weights. Rows are "
-        f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain. "
-        "Plain training is the stock `Trainer`'s, with the logits of all tokens; `SFTTrainer` makes them in parts. "
-        "The `--launch` rows are for bf16 and float32 shards of what is trained; DeepSpeed's have hidden states and "
-        "readout in the recipe's precision. What this model cannot have has no row. Rows held out for the multipliers "
-        "are not planned: forward passes without gradients."
+        f"10^12 operations of a step.\n\n{table(rows, plan_args.gpu_memory)}\n"
+    )
+    print(NOTES.format(probe=probe / 2**30, rest=1 - USABLE, gpu_memory=plan_args.gpu_memory))
+    verdict = "fits" if _fits(configured, plan_args.gpu_memory) else "does not fit"
+    print(
+        f"\nAs configured, the step {verdict} into {plan_args.gpu_memory} and takes {times:.2f} times the operations "
+        "of plain training."
     )
     command = module.__name__.rpartition(".")[2]
     print(next_step(f"{command} --config RECIPE", "trains it"))
@@ -182,7 +195,10 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
 
 def _check_planned(model_args: Any, args: Any) -> None:
     """ValueError for a setting that changes what a step holds, unseen by the plan."""
-    values = {**vars(model_args), **vars(args), **(args.activation_checkpointing_kwargs or {})}
+    values = dict(vars(model_args))
+    values.update(vars(args))
+    if args.activation_checkpointing_kwargs:
+        values.update(args.activation_checkpointing_kwargs)
     unplanned = [name for name in UNPLANNED if values.get(name)]
     if "bit" in args.optim:  # those of other libraries, paged or in few bits
         unplanned.append("optim")
@@ -190,7 +206,8 @@ def _check_planned(model_args: Any, args: Any) -> None:
         unplanned.append("attn_implementation")
     if values.get("loss_type", "nll") != "nll":
         unplanned.append("loss_type")
-    for name in unplanned:
+    if unplanned:
+        name = unplanned[0]
         raise ValueError(f"`{name}` is {values[name]!r}, which cannot be planned: leave it out.")
 
 
@@ -201,14 +218,17 @@ def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
         "|---" * (len(PARTS) + 5) + "|",
     ]
     for name, cost in costs.items():
-        peak = cost.memory.total()
-        sizes = [cost.memory[part] for part in PARTS] + [peak]
+        sizes = [cost.memory[part] for part in PARTS]
+        sizes.append(cost.memory.total())
         cells = [f"{size / 2**30:.1f}" for size in sizes]
         cells += [f"{cost.operations[part] / 1e12:.3g}" for part in PARTS[3:]]
-        fits = peak <= USABLE * convert_file_size_to_int(gpu_memory)
-        cells.append("yes" if fits else "no")
+        cells.append("yes" if _fits(cost, gpu_memory) else "no")
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
+
+
+def _fits(cost: StepCost, gpu_memory: str) -> bool:
+    return cost.memory.total() <= USABLE * convert_file_size_to_int(gpu_memory)
 
 
 def load(module: ModuleType, args: Any, shape: Shape) -> torch.nn.Module:

@@ -13,6 +13,9 @@ from .arguments import parse_recipe
 from .training import OutputArguments, report, resume_choice, train_and_report
 
 
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
 @dataclass
 class ModelArguments(OutputArguments, ModelConfig):
     """TRL's model arguments: name, precision, LoRA, quantisation."""
@@ -24,26 +27,31 @@ parse = partial(parse_recipe, argument_types)
 
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
-    if (name := model_args.model_name_or_path) is None:
+    name = model_args.model_name_or_path
+    if name is None:
         raise ValueError(
             "`model_name_or_path` is not given; name a model on the Hub or in a local folder."
         )
-    kind = "" if args.trust_remote_code else architecture_of(name)
-    if kind and not kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        raise ValueError(f"`model_name_or_path` is {name!r}, a {kind}; give a language model.")
+    if not args.trust_remote_code and not architecture_of(name).endswith(LANGUAGE_MODELS):
+        raise ValueError(
+            f"`model_name_or_path` is {name!r}, a {architecture_of(name)}; give a language model."
+        )
     resume = resume_choice(args, model_args)
+
     hub = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(name, **hub)
     with args.main_process_first(desc="loading"):
         dataset = load_alpaca(
             data_args, tokenizer, gets_template=args.chat_template_path is not None
         )
-    args.model_init_kwargs = {
+    init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(args.model_init_kwargs or {}),
     }
+    if args.model_init_kwargs:
+        init_kwargs.update(args.model_init_kwargs)
+    args.model_init_kwargs = init_kwargs
     with weights_of(name):
         trainer = SFTDescentTrainer(
             name,

@@ -26,7 +26,8 @@ th, td {font-weight: normal; white-space: nowrap}
 
 def run(args: argparse.Namespace) -> None:
     """Serves the page until it is interrupted. The threshold starts at that of `hf-descent exit`, if it ran."""
-    model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)
+    model = load_model(args.model).to(best_device())
+    tokenizer = load_tokenizer(args.model)
     reports = RunFolder(args.model).results(ConfidenceReport, "confidence_exit")
     build(model, tokenizer, *[report.threshold for report in reports]).launch(server_port=args.port)
 
@@ -45,11 +46,9 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
     is_classifier = "ForSequenceClassification" in type(model).__name__
 
     def name(number: int) -> str:
-        return (
-            str(model.config.id2label[number])
-            if is_classifier
-            else repr(tokenizer.decode([number]))
-        )
+        if is_classifier:
+            return str(model.config.id2label[number])
+        return repr(tokenizer.decode([number]))
 
     def show(text: str, threshold: float, gamma: float) -> str:
         if not text:
@@ -87,11 +86,11 @@ def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Ten
     ValueError where the text has no tokens or too many, or there is no shared readout.
     """
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
-    count, limit = inputs["input_ids"].shape[1], position_limit(model)
-    if not count or count > (limit or count):
-        raise ValueError(
-            f"The text has {count} tokens; the model takes 1 to {limit or 'any number'}."
-        )
+    count = inputs["input_ids"].shape[1]
+    limit = position_limit(model)
+    if count == 0 or (limit is not None and count > limit):
+        most = "any number" if limit is None else limit
+        raise ValueError(f"The text has {count} tokens; the model takes 1 to {most}.")
 
     def score(outputs) -> torch.Tensor:
         logits = output_logits(outputs)[0]  # [classes] or [seq, vocabulary]
@@ -112,38 +111,41 @@ def as_html(
 ) -> str:
     """A sentence and a table of the logits `[layers, classes]`: `clean` without noise, `draws` for each noise draw."""
 
-    def exit_of(logits: torch.Tensor) -> int:
-        return next(
-            (layer for layer, each in enumerate(uncertainty(logits), 1) if each < threshold),
-            len(logits),
-        )
-
-    def best(probabilities: torch.Tensor) -> str:
-        shares, numbers = (
-            found.tolist() for found in probabilities.topk(min(LISTED, len(probabilities)))
-        )
-        return escape(
-            ", ".join(f"{name(number)} {share:.1%}" for share, number in zip(shares, numbers))
-        )
-
-    number, noisy_exits = exit_of(clean), [exit_of(logits) for logits in draws]
+    exit_layer = exit_of(clean, threshold)
     columns = {
         "layer": range(1, len(clean) + 1),
-        "predictions": [best(logits.softmax(-1)) for logits in clean],
-        "uncertainty": [f"{each:.3f}" for each in uncertainty(clean)],
+        "predictions": [likeliest(logits.softmax(-1), name) for logits in clean],
+        "uncertainty": [f"{value:.3f}" for value in uncertainty(clean)],
     }
-    summary = f"Exit after layer {number} of {len(clean)}."
+    summary = f"Exit after layer {exit_layer} of {len(clean)}."
     if draws:
         noisy = torch.stack(draws, dim=1)  # [layers, draws, classes]
         kept = (noisy.argmax(-1) == clean.argmax(-1)[:, None]).sum(1)  # [layers]
         columns["kept under noise"] = [f"{count} of {len(draws)}" for count in kept]
         columns["mean predictions under noise"] = [
-            best(logits.softmax(-1).mean(0)) for logits in noisy
+            likeliest(logits.softmax(-1).mean(0), name) for logits in noisy
         ]
-        summary += f" Under noise after layers {min(noisy_exits)} to {max(noisy_exits)}."
-    rows = ["".join(f"<td>{cell}</td>" for cell in cells) for cells in zip(*columns.values())]
-    rows = [
-        f"<tr{' class=exit' * (layer == number)}>{row}</tr>" for layer, row in enumerate(rows, 1)
-    ]
+        exits = [exit_of(logits, threshold) for logits in draws]
+        summary += f" Under noise after layers {min(exits)} to {max(exits)}."
+
     head = "".join(f"<th>{title}</th>" for title in columns)
+    rows = []
+    for layer, cells in enumerate(zip(*columns.values()), start=1):
+        mark = " class=exit" if layer == exit_layer else ""
+        rows.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<p>{summary}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def exit_of(logits: torch.Tensor, threshold: float) -> int:
+    """The first layer whose uncertainty is below the threshold, or the last, for `logits` `[layers, classes]`."""
+    for layer, value in enumerate(uncertainty(logits), start=1):
+        if value < threshold:
+            return layer
+    return len(logits)
+
+
+def likeliest(probabilities: torch.Tensor, name: Callable[[int], str]) -> str:
+    """The classes with the largest `probabilities` `[classes]`, by name, with their shares."""
+    shares, numbers = probabilities.topk(min(LISTED, len(probabilities)))
+    pairs = zip(shares.tolist(), numbers.tolist())
+    return escape(", ".join(f"{name(number)} {share:.1%}" for share, number in pairs))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from datasets import DatasetDict
+from datasets import Dataset, DatasetDict
 from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
@@ -14,6 +14,7 @@ from ..evaluation.scoring import Result
 from ..evaluation.side_by_side import PLAIN_FOLDER, side_by_side
 from ..files import find_json, write_json
 from ..loading import ADAPTER
+from ..readout.tape import assigned
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
 from ..training.plain_arm import is_finished, plain_arm, where_to_go_on
@@ -25,9 +26,8 @@ from .closing import after_training, verdict_lines
 class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
 
-    searched: ClassVar[bool] = (
-        False  # whether the validation rows choose between this run and others
-    )
+    # Whether the validation rows choose between this run and others.
+    searched: ClassVar[bool] = False
 
     overwrite_output_dir: bool = HfArg(
         default=False, help="Train from scratch in a used folder; checkpoints stay."
@@ -42,16 +42,18 @@ class OutputArguments:
 def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | bool | None:
     """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
     ValueError for an adapter, or where the output folder holds something, and nothing says to resume or overwrite."""
-    if (name := model_args.model_name_or_path) and find_json(name, ADAPTER):
+    name = model_args.model_name_or_path
+    if name and find_json(name, ADAPTER):
         raise ValueError(
             f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes."
         )
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
+    if resume or model_args.overwrite_output_dir or not os.path.isdir(args.output_dir):
+        return resume
     # A run that was refused has left no more than the record of its data.
-    is_used = os.path.isdir(args.output_dir) and {*os.listdir(args.output_dir)} - {RunFolder.DATA}
-    if is_used and not (resume or model_args.overwrite_output_dir):
+    if set(os.listdir(args.output_dir)) - {RunFolder.DATA}:
         raise ValueError(
             f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
             "afresh in it with `--overwrite_output_dir`, or name another."
@@ -74,11 +76,7 @@ def train_and_report(
     them. What was measured, on which rows, is recorded for later commands; `score` is what an evaluation has beside
     losses.
     """
-    chosen_by = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
-    if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
-        raise ValueError(
-            f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'."
-        )
+    _check_metric(trainer.args.metric_for_best_model, score)
     arm = partial(_train_arm, trainer, report, model_args, data_args)
     if not model_args.with_plain:
         arm(resume)
@@ -90,10 +88,20 @@ def train_and_report(
             arm(where_to_go_on(trainer, bool(resume)))
     _print_once(trainer, f"\nTraining with the objective {trainer.args.objective!r}\n")
     arm(where_to_go_on(trainer, resume))
-    for found in side_by_side(trainer.args.output_dir):
-        level = f", at noise level {found.plain.gamma:g}" if found.plain.gamma else ""
-        _print_once(
-            trainer, f"\nPlain training and {found.objective!r} side by side{level}\n{found}"
+    for pair in side_by_side(trainer.args.output_dir):
+        level = f", at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
+        title = f"Plain training and {pair.objective!r} side by side{level}"
+        _print_once(trainer, f"\n{title}\n{pair}")
+
+
+def _check_metric(metric: str | None, score: str) -> None:
+    """ValueError where the best checkpoint is to be chosen by what no evaluation has."""
+    if metric is None:
+        return
+    name = metric.removeprefix("eval_")
+    if name not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(name):
+        raise ValueError(
+            f"`metric_for_best_model` is {name!r}; choose {score!r}, 'feasible_score' or 'loss'."
         )
 
 
@@ -110,25 +118,31 @@ def _train_arm(
     resume: str | bool | None,
 ) -> None:
     """Trains, saves and reports once, by the arguments that the trainer has now."""
-    trainer.command = json_value(
-        {name: value for each in (model_args, data_args) for name, value in vars(each).items()}
-    )
-    args, folder = trainer.args, RunFolder(trainer.args.output_dir)
-    record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
-    record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
-    record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
+    trainer.command = json_value(vars(model_args))
+    trainer.command.update(json_value(vars(data_args)))
+    args = trainer.args
+    folder = RunFolder(args.output_dir)
+    record = {
+        "max_seq_length": getattr(args, "max_length", None),
+        "eval_gammas": args.eval_gammas,
+        "per_device_eval_batch_size": args.per_device_eval_batch_size,
+    }
+    for name, value in vars(data_args).items():
+        record[name] = absolute(name, value)
     if trainer.is_world_process_zero():
         write_json(folder.path / folder.DATA, record)  # for the checkpoints of a killed run
+
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
+
     if trainer.is_fsdp_enabled:
         # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_world_process_zero():
-        # Of the weights that are overwritten now.
-        card = ["README.md"] * (
-            folder.path / folder.CARD
-        ).exists()  # else the text is the user's own
-        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json", *card)
+        # Of the weights that are overwritten now. Without a card, the text is the user's own.
+        stale = ["*_results.json", "*_profile.json", "confidence_exit.json", "layer_sets.json"]
+        if (folder.path / folder.CARD).exists():
+            stale.append("README.md")
+        folder.remove_evaluations(*stale)
         write_json(folder.path / folder.DATA, record)
     trainer.save_model()
     trainer.save_state()
@@ -146,37 +160,44 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     given, `noise_curve.json`.
     """
     args = trainer.args
-    drop_last, args.dataloader_drop_last = (
-        args.dataloader_drop_last,
-        False,
-    )  # Trainer would drop evaluated rows, too
-    scores = f"{'':10} {'accuracy':>10} {'loss':>10}"
-    prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
-    for split, prefix in prefixes.items():
-        metrics = trainer.evaluate(dataset[split], metric_key_prefix=prefix)
-        # TRL calls its own metrics `eval_...` whatever the prefix.
-        metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
-        trainer.save_metrics(prefix, metrics)
-        scores += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
+    with assigned([(args, "dataloader_drop_last")], False):  # it would drop evaluated rows, too
+        scores = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
+        for split, prefix in {"validation": "eval", "test": "test"}.items():
+            if split not in dataset:
+                continue
+            # From here on `metrics` and `measured` are of the last one: of the test rows where there are any.
+            metrics = _metrics(trainer, dataset[split], prefix)
+            measured = (split, prefix)
+            score = metrics[f"{prefix}_{accuracy}"]
+            scores.append(f"{split:10} {score:10.4f} {metrics[f'{prefix}_loss']:10.4f}")
 
-    # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
-    gammas = sorted(
-        {args.gamma_train, 0.0}, reverse=True
-    )  # last without noise: metrics and card have that one
-    profiles = [trainer.evaluate_layers(dataset[split], gamma=gamma) for gamma in gammas]
-    results = {f"layer_profile{profile.ending}": profile for profile in profiles}
-    if args.eval_gammas:
-        results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
-    args.dataloader_drop_last = drop_last
-    trainer.save_metrics(prefix, metrics | metrics_of(results, prefix))
+        split, prefix = measured
+        # Last without noise: metrics and card have that one.
+        gammas = sorted({args.gamma_train, 0.0}, reverse=True)
+        profiles = [trainer.evaluate_layers(dataset[split], gamma=gamma) for gamma in gammas]
+        results = {f"layer_profile{profile.ending}": profile for profile in profiles}
+        if args.eval_gammas:
+            results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
+
+    metrics.update(metrics_of(results, prefix))
+    trainer.save_metrics(prefix, metrics)
     if trainer.is_world_process_zero():
         folder = RunFolder(args.output_dir)
         folder.write(results)
         closing = [f"Written to {args.output_dir}", *verdict_lines(profiles[-1:])]
         if folder.path.name != PLAIN_FOLDER:  # else the run beside it says what comes next
             closing.append(after_training(args.output_dir))
-        parts = [scores, f"Of the {split} rows:", tables(results), "\n".join(closing)]
+        parts = ["\n".join(scores), f"Of the {split} rows:", tables(results), "\n".join(closing)]
         print("\n\n".join(parts))
+
+
+def _metrics(trainer: DescentMixin, rows: Dataset, prefix: str) -> dict[str, float]:
+    """The metrics of an evaluation, which are saved, too."""
+    metrics = trainer.evaluate(rows, metric_key_prefix=prefix)
+    # TRL calls its own metrics `eval_...` whatever the prefix.
+    metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
+    trainer.save_metrics(prefix, metrics)
+    return metrics
 
 
 def metrics_of(results: Mapping[str, Result], prefix: str) -> dict[str, float]:

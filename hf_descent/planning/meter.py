@@ -78,10 +78,12 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         out = _result(func, args, kwargs)
 
-        if count := OPERATIONS.get(func._overloadpacket):
+        count = OPERATIONS.get(func._overloadpacket)
+        if count is not None:
             self.operations[self.part] += count(*args, **kwargs, out_val=out)
         copies_weights = func is _aten._to_copy.default and self._is_weight(args[0])
         for tensor in tensors(out):
@@ -133,7 +135,8 @@ class Meter(TorchDispatchMode):
             self._storages[key] = _Storage(self.part, 0, freed)
         known = self._storages[key]
         self.alive[known.part] -= known.size
-        known.part = part or known.part
+        if part is not None:
+            known.part = part
         known.size = storage.nbytes()
         self.alive[known.part] += known.size
 

@@ -245,7 +245,8 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     """The same architecture, depth and vocabulary, with `HEAD_WIDTH` numbers to each of the heads that share a key."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    heads = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or 1)
+    key_heads = getattr(text, "num_key_value_heads", None)
+    heads = text.num_attention_heads // (1 if key_heads is None else key_heads)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": HEAD_WIDTH}
     # Other sizes, such as a pooler's, are equal to the width of the hidden states.
     alike = [
@@ -253,6 +254,7 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
         for name, value in vars(text).items()
         if type(value) is int and value == text.hidden_size
     ]
+
     for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", *alike):
         sizes[name] = HEAD_WIDTH * heads
     for name, size in sizes.items():

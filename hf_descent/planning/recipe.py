@@ -57,17 +57,22 @@ class PlannedRecipe:
 
     def settings(self, processes: int) -> list[Setting]:
         """The recipe as configured, plain training, the changes worth knowing, and FSDP2."""
-        args, rows = self.args, self.args.per_device_train_batch_size
+        args = self.args
+        rows = args.per_device_train_batch_size
         size = f"{rows} x {self.length} tokens"
         if args.gradient_accumulation_steps > 1:
             size = f"{args.gradient_accumulation_steps} micro-batches of {size}"
+
         changes = {"activation_checkpointing": not args.activation_checkpointing}
         fraction = getattr(self.model.layers, "token_fraction", None)
         if fraction is not None:
-            reads_all = (args.readout_token_fraction or fraction) == 1
+            if args.readout_token_fraction is not None:
+                fraction = args.readout_token_fraction
+            reads_all = fraction == 1
             changes["readout_token_fraction"] = DEFAULT_TOKEN_FRACTION if reads_all else 1.0
         changes["per_device_train_batch_size"] = 2 * rows
         changes["use_peft"] = not self.model_args.use_peft
+
         return [
             Setting("objective", args.objective, f"as configured ({size})"),
             Setting("objective", "erm", "plain training (`objective: erm`)"),
@@ -79,6 +84,7 @@ class PlannedRecipe:
         """What a step costs with one setting changed; `None` where this model cannot have it."""
         if setting.name == "objective":
             return self._changed(setting)
+
         with suppress(ValueError):
             if setting.name == "processes":
                 with self.model.sharded(setting.value) as first:
@@ -141,5 +147,6 @@ def _workers(
     if sys.platform != "linux" or torch.accelerator.is_available():
         yield lambda settings: map(recipe.cost, settings)
         return
+
     with ProcessPoolExecutor(2, get_context("fork"), _begin, (recipe,)) as pool:
         yield lambda settings: pool.map(_cost, settings)

@@ -56,8 +56,10 @@ def _architecture_in_config(name: str) -> str:
         raise ValueError(
             f"There is no folder {name!r}, and the Hub gave no such model: {error}"
         ) from error
+
     if not config.architectures:
         return "model whose config names no architecture"
+
     return config.architectures[0]
 
 
@@ -153,12 +155,14 @@ def _load_adapter(
             )
         else:
             model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
+
     if auto_class is not AutoModelForCausalLM:
         # The base may have other names, or the same ones in another order.
         names = summary.get("id2label")
         if names is None:
             names = {number: f"LABEL_{number}" for number in range(model.config.num_labels)}
         model.config.id2label = {int(number): label for number, label in names.items()}
+
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
     return model.eval()
@@ -201,11 +205,13 @@ def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(f"{name!r} gives no tokenizer: {error}") from error
+
     special_tokens = {*tokenizer.all_special_tokens, "▁"}  # SentencePiece's space
     if not tokenizer.get_vocab().keys() - special_tokens:
         raise ValueError(
             f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`)."
         )
+
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -87,6 +87,7 @@ class RunFolder:
         paths = sorted(self.path.glob(pattern))
         if not paths:
             return []
+
         started = self.summary.get("training_started", 0.0)
         fresh = []
         for path in paths:
@@ -96,6 +97,7 @@ class RunFolder:
                 logger.warning_once(
                     f"{path} is older than the training of this folder's model: it is left out."
                 )
+
         return fresh
 
     def read(self, name: str) -> dict[str, Any]:
@@ -140,6 +142,7 @@ def training_arguments(args: DescentArguments) -> dict[str, Any]:
         if value != _default(argument):
             # None would be taken for what is not recorded.
             recorded[name] = "unset" if value is None else value
+
     return recorded
 
 
@@ -162,6 +165,7 @@ def json_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         items = ((str(name), item) for name, item in value.items())
         return {name: json_value(item) for name, item in items if not _is_secret(name)}
+
     if isinstance(value, list):
         return [json_value(item) for item in value]
     if isinstance(value, Enum):
@@ -170,6 +174,7 @@ def json_value(value: Any) -> Any:
         return os.path.basename(os.path.abspath(value))
     if isinstance(value, str | int | float | None):
         return value
+
     # Where an object lies in memory is another place in every process.
     return re.sub(r" at 0x\w+", "", str(value))
 

@@ -88,6 +88,7 @@ def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
     left_out = set(told)
     if left_out.intersection(SOURCES):
         left_out.update(SOURCES)
+
     known: dict[str, Any] = {}
     for model in models:
         for name, value in record_of(model).items():
@@ -98,6 +99,7 @@ def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
                     f"`{name}` was {known[name]!r} in the training of one of {list(models)} and {value!r} in that of "
                     f"another: say which by `--{name}`."
                 )
+
     return known
 
 
@@ -180,6 +182,7 @@ def parse_recipe(
     )
     if unknown:
         raise ValueError(f"`{prog}` does not have {unknown}: check the spelling (`{prog} --help`).")
+
     return tuple(parsed)
 
 
@@ -256,6 +259,7 @@ def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
         return "no"  # the word "no" is False in YAML
     if isinstance(value, bool | int | float):
         return str(value)
+
     raise ValueError(
         f"{path} sets `{name}` to {value!r}; give a single value, or leave the line out."
     )
@@ -274,6 +278,7 @@ def _arrange(
         action="help",
         help="list and explain all arguments" if is_training else argparse.SUPPRESS,
     )
+
     groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
     if is_training:
         *others, (_, trainer) = groups.items()
@@ -294,6 +299,7 @@ def _arrange(
                 action.help = argparse.SUPPRESS
             else:
                 _describe(action, is_short)
+
     for action in parser._actions:
         if action.default is None:
             action.default = argparse.SUPPRESS
@@ -350,5 +356,6 @@ def parse_models(
     if is_wrong and not HELP.intersection(argv):
         named = ", ".join(models) if models else "missing"
         raise ValueError(f"The model is {named}: `{usage}`.")
+
     parsed = parse_recipe(argument_types, argv[len(models) :], prog, description, usage, models)
     return models, *parsed

@@ -18,12 +18,14 @@ def run(args: argparse.Namespace) -> None:
     facts = dict(vars(args))
     for name in ("run", "push_to_hub", "private"):
         facts.pop(name)
+
     repo_id = None
     if args.push_to_hub:
         collect(args.run, **facts)  # what is refused leaves no repository behind
         # `None` leaves it to the settings of the account.
         private = True if args.private else None
         repo_id = HfApi().create_repo(args.push_to_hub, private=private, exist_ok=True).repo_id
+
     card = write_card(args.run, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
     if args.push_to_hub:

@@ -65,6 +65,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         raise ValueError(
             "The accuracy needs the predictions: leave out `prediction_loss_only` and the like."
         )
+
     resume = resume_choice(args, model_args)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
     tokenizer = load_tokenizer(model_args.model_name_or_path)
@@ -83,6 +84,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         processing_class=tokenizer,
         compute_metrics=accuracy_of,
     )
+
     train_and_report(
         trainer, resume, partial(report, trainer, dataset), model_args, data_args, score="accuracy"
     )
@@ -105,6 +107,7 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
             model = AutoModelForSequenceClassification.from_pretrained(name, **labels)
         else:
             model = LinearReadoutForSequenceClassification.from_encoder(name, pooling, **labels)
+
     if args.freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
     if not args.use_peft:
@@ -117,6 +120,7 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
         for name, child in model.named_children()
         if name != model.base_model_prefix and list(child.parameters())
     ]
+
     lora = LoraConfig(
         task_type="SEQ_CLS",
         r=args.lora_r,
@@ -126,6 +130,7 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
         exclude_modules=rf"({'|'.join(head)})(\..*)?",
         modules_to_save=head,
     )
+
     return get_peft_model(model, lora)
 
 

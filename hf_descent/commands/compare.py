@@ -61,9 +61,11 @@ def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySid
     plain, other = (Run.load(folder, needs_curve=False) for folder in folders)
     if plain.summary.get("objective") != "erm":
         plain, other = other, plain
+
     objective = other.summary.get("objective")
     if plain.summary.get("objective") != "erm" or objective in (None, "erm"):
         return []
+
     return [
         SideBySide(plain.profiles[gamma], other.profiles[gamma], objective)
         for gamma in sorted(plain.profiles.keys() & other.profiles.keys())

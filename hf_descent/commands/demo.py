@@ -101,6 +101,7 @@ def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, 
         "lr_scheduler_kwargs": {"num_decay_steps": max_steps * 2 // 3, "decay_type": "linear"},
         "max_grad_norm": 0.0,  # clipping would keep ERM near its start, where the layers still descend by themselves
     }
+
     return model, settings
 
 
@@ -117,6 +118,7 @@ def _run(
     model, settings = denoiser(train, max_steps)
     if not has_defaults:
         settings.update(PROBLEM)
+
     config = DescentConfig(
         output_dir=folder,
         objective=arm,
@@ -132,6 +134,7 @@ def _run(
         use_cpu=True,
         **settings,
     )
+
     trainer = DescentTrainer(model, config, train_dataset=rows_of(train))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -141,6 +144,7 @@ def _run(
     problem = DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
     if has_defaults:
         problem = trainer.problem
+
     shared = {"metric": "rmse", "scale": 255, "batch_size": 32}
     profile = trainer.evaluate_layers(rows_of(test), gamma=GAMMA_TRAIN, problem=problem, **shared)
     curve = trainer.evaluate_robustness(rows_of(test), GAMMAS, **shared)

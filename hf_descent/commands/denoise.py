@@ -100,6 +100,7 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
             split: data_args.draw(split, task.rows(clips))
             for split, clips in load_clips(data_args).items()
         }
+
     if args.noise_sigma is None:
         args.noise_sigma = measure_sigma(rows["train"], task)
     model = build_model(model_args, task, args.noise_sigma, rows["train"][0])
@@ -116,6 +117,7 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         # Saved with the model, for those who evaluate it.
         processing_class=getattr(task, "processor", None),
     )
+
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range}
     reports = partial(report, trainer, rows, settings, model_args.noise_draws)
     train_and_report(trainer, resume, reports, model_args, data_args)
@@ -169,12 +171,14 @@ def build_model(
     if args.loss_gamma is not None:
         num_values = task.collate([row])["pixel_values"].numel()
         loss_scale = 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
+
     if args.architecture == "vit":
         name = args.model_name_or_path
         with weights_of(name):
             return ViTForDenoising.from_encoder(
                 name, readout=args.readout, loss_scale=loss_scale
             ).train()
+
     sizes = {
         "hidden_size": task.patch_size**2,
         "num_hidden_layers": args.num_layers,
@@ -184,6 +188,7 @@ def build_model(
         # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.
         step = min(1.0, 2 / args.num_layers) if args.attention_step is None else args.attention_step
         return UTForVideoDenoising(UTConfig(**sizes, attention_step=step))
+
     names = ("dictionary_size", "shared_dictionary", "sparsity", "coupling", "curvature")
     return DustForVideoDenoising(
         DustConfig(**sizes, **{name: getattr(args, name) for name in names})

@@ -110,6 +110,7 @@ def classification_task(name: str, args: DataArguments) -> Task:
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
     split, also_selected = _held_out(texts, name, args)
+
     return Task(
         model,
         rows=tokenize(texts, tokenizer, limit)[split],
@@ -129,6 +130,7 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
         raise ValueError(
             "The labels of `assistant_only_loss` or `truncation_mode` need `trainer.evaluate_layers`."
         )
+
     tokenizer = load_tokenizer(name)
     model = load_model(name)
     splits = load_alpaca(args, tokenizer)
@@ -149,6 +151,7 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
             f"Dropped {len(rows) - len(answered)} of the {len(rows)} {split} rows: their prompts leave no room for an "
             f"answer in {limit} tokens."
         )
+
     return Task(
         model, answered, also_selected, {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
     )
@@ -222,6 +225,7 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
         raise ValueError(
             f"Models of one name would overwrite each other's results: {folders}; evaluate them apart."
         )
+
     for folder in folders:
         os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
 
@@ -230,6 +234,7 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
         print(name)
         print(evaluate(task_for(name, data_args), args, name, folder))
         print(f"Written to {folder}\n")
+
     if len(folders) > 1:
         print(next_step(f"compare {' '.join(folders)}", "says whether the models differ"))
     else:
@@ -252,6 +257,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         raise ValueError(
             f"`perturbation_rates` is {args.perturbation_rates}, but completions get no typing errors: leave it out."
         )
+
     loss = summary.get("layer_loss_fn")
     if loss:
         raise ValueError(
@@ -275,6 +281,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             results[f"verdict{profile.ending}"] = verdict
             if profile.gamma == (0.0 if gamma_train is None else gamma_train):
                 headline = verdict.headline
+
     run.write(results)
     if headline is None:
         return tables(results)
@@ -308,6 +315,7 @@ def _curves(
         draws=args.draws,
         **settings,
     )
+
     curves = {"noise_curve": curve}
     if args.perturbation_rates is not None:
         curve = noise_curve(
@@ -319,6 +327,7 @@ def _curves(
             **settings,
         )
         curves[f"{curve.settings['perturbation']}_curve"] = curve
+
     return curves
 
 
@@ -345,12 +354,14 @@ def _profiles(
         problem = stated_problem(summary, profiles)
     if problem is None:
         return profiles
+
     for profile in profiles:
         profile.problem = problem.state_dict()
         profile.facts = _facts(task, summary, problem)
         plain = plain_profile(name, summary, profile)
         if plain is not None:
             profile.keep_plain(plain)
+
     return profiles
 
 
@@ -379,11 +390,13 @@ def stated_problem(
     known = {name: value for name, value in recorded.items() if name in names}
     if not known:
         return None  # of plain `Trainer`
+
     args = DescentArguments(**known)
     chances = {profile.gamma: profile.chance for profile in profiles}
     chance = chances.get(args.gamma_train)
     if not chance and args.initial_loss_bound == "auto":
         return None
+
     return DescentState(args, len(profiles[0].losses), 0, 0, chance).problem
 
 
@@ -409,6 +422,7 @@ def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, boo
         record.get(argument, given[argument]) == given[argument]
         for argument in DRAWS.intersection(given)
     )
+
     return split, was_selected or bool(chosen_by) or not is_same_draw
 
 

@@ -209,11 +209,13 @@ def _language_model(
         if not searched:
             raise ValueError("There is a single row; give some to choose layers by, and others.")
         return _layer_sets(model, rows[:searched], rows[searched:], args, settings)
+
     results = {"exit_profile": exit_profile(model, rows, repeats=args.repeats, **settings)}
     try:
         results["speculation_profile"] = _drafts(model, tokenizer, rows, limit, args)
     except ValueError as error:  # as of a single layer; what was measured before is kept
         print(f"No speculation profile: {error}\n")
+
     return results
 
 
@@ -231,6 +233,7 @@ def _drafts(
     longest = args.prompt_length
     if longest is None:  # there must be room to answer
         longest = int(min(limit, max(positions - args.max_new_tokens, positions / 2)))
+
     continued = rows[: args.prompts]
     prompts = [torch.tensor([prompt_ids(row["prompt"], tokenizer)[:longest]]) for row in continued]
 

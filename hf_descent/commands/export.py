@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> None:
         save_onnx(short, inputs, folder)
     else:
         short.save_pretrained(folder)
+
     if processing is not None:
         processing.save_pretrained(folder)
 
@@ -130,6 +131,7 @@ def how_to_use(architecture: str, names: Mapping[str, Any]) -> str:
             parts.append(NO_CHECKPOINT)
         if names["whole"] != names["model"]:
             parts.append(MERGED)
+
     return "".join(parts).format(
         architecture=architecture, auto_class=auto_class, registers=registers, **names
     )

@@ -69,6 +69,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
         raise ValueError(
             f"`output` {args.output!r} exists already; name another file, or remove it."
         )
+
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = read_instructions(args.instructions, args.prompt_format, tokenizer)[: args.max_samples]
     model = load_model(name).to(best_device())
@@ -76,6 +77,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
         raise ValueError(
             f"`model` is {name!r}, a {type(model).__name__}; give a causal language model."
         )
+
     prompts = [{"input_ids": prompt_ids(row["prompt"], tokenizer)} for row in rows]
     _check_lengths(prompts, model, name)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
@@ -95,6 +97,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
                 "dataset": source if source else "alpaca_eval",
             }
         )
+
     write_json(args.output, answers, ensure_ascii=False)
     print(f"{len(answers)} answers of {generator} are in {args.output}")
     print(next_step(f"show {name}", "shows which layer knew each word"))
@@ -121,6 +124,7 @@ def _answers(
     noise = None
     if args.gamma:
         noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma)
+
     collate = DataCollatorWithPadding(tokenizer)
     texts = []
     with nullcontext() if noise is None else noise:
@@ -129,6 +133,7 @@ def _answers(
             if noise is not None:
                 noise.reseed(start)
             texts += answer(model, tokenizer, inputs.to(model.device), args)
+
     return texts
 
 
@@ -144,6 +149,7 @@ def answer(
     positions = position_limit(model)
     if positions is not None:
         room = min(room, positions - length)
+
     tokens = model.generate(
         **inputs,
         max_new_tokens=room,
@@ -153,6 +159,7 @@ def answer(
         return_dict_in_generate=False,
         pad_token_id=tokenizer.pad_token_id,
     )
+
     return [
         text.strip()
         for text in tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)

@@ -137,9 +137,11 @@ def labelled_rows(
         raise ValueError(
             f"`prompt_length` is {shortest}; no text, cut to {limit} tokens, is longer."
         )
+
     if len(long_enough) < len(rows):
         count = len(rows) - len(long_enough)
         print(f"Dropped {count} of the {len(rows)} rows: they have at most {shortest} tokens.")
+
     return long_enough
 
 

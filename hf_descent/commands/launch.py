@@ -47,6 +47,7 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
         value = getattr(flags, flag)
         if value is not None:
             launched += [f"--{flag}", str(value)]
+
     return [*launched, "-m", "hf_descent.cli", *rest]
 
 

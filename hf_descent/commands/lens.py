@@ -85,6 +85,7 @@ def run(models: list[str], args: LensArguments, data_args: DataArguments) -> Non
         rows, settings = _classifier_rows(name, model, args, data_args)
     else:
         rows, settings = _language_rows(name, model, args, data_args)
+
     found = lens(model, rows, batch_size=args.batch_size, progress=True, **settings)
 
     RunFolder(folder).write({"lens": found})

@@ -67,6 +67,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     if len(recipes) != 1 and not HELP.intersection(argv):
         named = ", ".join(recipes) if recipes else "missing"
         raise ValueError(f"The recipe is {named}: `{usage}`.")
+
     if not recipes:
         return _parsed(_command_of(set()), argv, prog, usage, description)
 
@@ -145,10 +146,12 @@ def _recipe_of(run: str, module: ModuleType) -> dict[str, Any]:
         for name, value in recorded.items():
             if name in known:
                 recipe[name] = value
+
     recipe = {name: value for name, value in recipe.items() if value not in (None, "unset")}
     # The model has its pooling and its depth by now.
     for name in ("pooling", "unrolled_layers"):
         recipe.pop(name, None)
+
     return {**recipe, "model_name_or_path": run, "output_dir": run}
 
 
@@ -183,6 +186,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         f"{trained:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
         f"10^12 operations of a step.\n\n{table(rows, plan_args.gpu_memory)}\n"
     )
+
     print(NOTES.format(probe=probe / 2**30, rest=1 - USABLE, gpu_memory=plan_args.gpu_memory))
     verdict = "fits" if _fits(configured, plan_args.gpu_memory) else "does not fit"
     print(
@@ -204,8 +208,10 @@ def _check_planned(model_args: Any, args: Any) -> None:
         unplanned.append("optim")
     if values.get("attn_implementation") == "eager":
         unplanned.append("attn_implementation")
+
     if values.get("loss_type", "nll") != "nll":
         unplanned.append("loss_type")
+
     if unplanned:
         name = unplanned[0]
         raise ValueError(f"`{name}` is {values[name]!r}, which cannot be planned: leave it out.")

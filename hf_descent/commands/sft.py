@@ -32,10 +32,12 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
         raise ValueError(
             "`model_name_or_path` is not given; name a model on the Hub or in a local folder."
         )
+
     if not args.trust_remote_code and not architecture_of(name).endswith(LANGUAGE_MODELS):
         raise ValueError(
             f"`model_name_or_path` is {name!r}, a {architecture_of(name)}; give a language model."
         )
+
     resume = resume_choice(args, model_args)
 
     hub = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
@@ -44,6 +46,7 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
         dataset = load_alpaca(
             data_args, tokenizer, gets_template=args.chat_template_path is not None
         )
+
     init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -62,6 +65,7 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
+
     trainer.accelerator.print(trainer.preview())
     score = "mean_token_accuracy"
     train_and_report(

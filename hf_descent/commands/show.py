@@ -133,6 +133,7 @@ def as_html(
     for layer, cells in enumerate(zip(*columns.values()), start=1):
         mark = " class=exit" if layer == exit_layer else ""
         rows.append(f"<tr{mark}>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+
     return f"<p>{summary}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 

@@ -47,6 +47,7 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
         raise ValueError(
             f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes."
         )
+
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
@@ -58,6 +59,7 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
             f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
             "afresh in it with `--overwrite_output_dir`, or name another."
         )
+
     return resume
 
 
@@ -86,6 +88,7 @@ def train_and_report(
         with plain_arm(trainer):
             _print_once(trainer, f"Plain training, in {trainer.args.output_dir}\n")
             arm(where_to_go_on(trainer, bool(resume)))
+
     _print_once(trainer, f"\nTraining with the objective {trainer.args.objective!r}\n")
     arm(where_to_go_on(trainer, resume))
     for pair in side_by_side(trainer.args.output_dir):
@@ -137,6 +140,7 @@ def _train_arm(
     if trainer.is_fsdp_enabled:
         # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+
     if trainer.is_world_process_zero():
         # Of the weights that are overwritten now. Without a card, the text is the user's own.
         stale = ["*_results.json", "*_profile.json", "confidence_exit.json", "layer_sets.json"]
@@ -144,6 +148,7 @@ def _train_arm(
             stale.append("README.md")
         folder.remove_evaluations(*stale)
         write_json(folder.path / folder.DATA, record)
+
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", metrics)

@@ -72,6 +72,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         raise ValueError(
             "`with_plain` is for a single training, not for every trial: leave it out."
         )
+
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
     for name in ("test_split", "test_file", "test_files"):
@@ -100,6 +101,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         }
         for trial in ranked
     ]
+
     study = {"gamma": gamma, "search": "bayes", "trials": trials}
     write_json(os.path.join(args.output_dir, "study.json"), study, indent=1)
     print(table(trials, gamma))
@@ -135,6 +137,7 @@ def _train(
         )
     except ValueError as error:  # values that do not go together
         raise TrialPruned(str(error)) from error
+
     module.run(trial_args, data_args, own_args)
 
     value, facts = judge(folder, gamma)
@@ -180,6 +183,7 @@ def _search(
         raise ValueError(
             f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates."
         )
+
     return ranked
 
 
@@ -210,9 +214,11 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
         raise ValueError(
             f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists."
         )
+
     for name, values in ranges.items():
         for value in values:
             args.from_training_arguments(args, **{name: value})  # raises here what a trial would
+
     return ranges
 
 

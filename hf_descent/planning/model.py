@@ -87,6 +87,7 @@ class PlannedModel:
             layers = find_layer_losses(
                 twin, batch, task, token_statistics=token_statistics, trains=True
             )
+
         self._short = task.short(batch)
 
         self._fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -112,6 +113,7 @@ class PlannedModel:
             raise ValueError(
                 f"{type(self.model).__name__} {REFUSAL}: it goes by values ({error})."
             ) from error
+
         return meter.peak["probe"]
 
     @contextmanager
@@ -122,6 +124,7 @@ class PlannedModel:
             raise ValueError(
                 "FSDP2 is planned for two processes or more, and where there is no process group yet."
             )
+
         planned = self._with_own_weights()
         layers = {type(layer).__name__ for layer in self.layers.readout.stack.layers}
         accelerator = _fsdp2_accelerator(layers)
@@ -231,6 +234,7 @@ class PlannedModel:
             {"weights": masters + shards + gathered, "gradients": round(masters / 2)},
             {"weights": masters + shards, "gradients": round(flattened)},
         ]
+
         found = {}
         for name, moments in (("zero2", zero2), ("zero3", zero3)):
             shared = [
@@ -238,6 +242,7 @@ class PlannedModel:
                 for moment, sizes in zip(cost.moments, moments)
             ]
             found[name] = StepCost(shared, cost.operations)
+
         return found
 
 
@@ -260,6 +265,7 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     for name, size in sizes.items():
         with suppress(AttributeError, TypeError):  # what a config has not, leaves out, or computes
             setattr(text, name, min(size, getattr(text, name)))
+
     return small
 
 

@@ -70,6 +70,7 @@ class PlannedRecipe:
                 fraction = args.readout_token_fraction
             reads_all = fraction == 1
             changes["readout_token_fraction"] = DEFAULT_TOKEN_FRACTION if reads_all else 1.0
+
         changes["per_device_train_batch_size"] = 2 * rows
         changes["use_peft"] = not self.model_args.use_peft
 

@@ -295,7 +295,8 @@ def _arrange(
         if dtype is DescentArguments or title == "Trainer":
             in_short_help = SHORT_HELP.keys()
         for action in _moved(parser, group, dtype):
-            if is_short and not _is_common(action.dest, in_short_help):
+            is_hidden = is_short and not _is_common(action.dest, in_short_help)
+            if is_hidden or (action.dest == "max_train_samples" and not is_training):
                 action.help = argparse.SUPPRESS
             else:
                 _describe(action, is_short)

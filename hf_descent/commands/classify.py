@@ -29,15 +29,15 @@ class ModelArguments(OutputArguments):
     model_name_or_path: str = HfArg(help="Model on the Hub or in a local folder.")
     pooling: Literal["head", "cls_linear", "mean_linear"] = HfArg(
         default="head",
-        help="Readout of every layer: `head` (the model's own), or one linear layer on the first token (`cls_linear`, "
-        "the paper's) or on the mean of the tokens (`mean_linear`).",
+        help="What reads a layer: the model's own head (`head`), or one linear layer on the first token "
+        "(`cls_linear`, as in the paper) or on the mean of the tokens (`mean_linear`).",
     )
     unrolled_layers: int | None = HfArg(
         default=None,
-        help="Train an unrolled transformer (UT) of this depth on the token embeddings of that model.",
+        help="Train an unrolled transformer (UT) of this many layers on the token embeddings of the model.",
     )
     freeze_embeddings: bool = HfArg(
-        default=False, help="Do not train token embeddings, which may outgrow the noise."
+        default=False, help="Do not train the token embeddings. Trained ones may outgrow the noise."
     )
     use_peft: bool = HfArg(
         default=False, help="Train LoRA adapters and the head, not the whole model."

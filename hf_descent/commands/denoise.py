@@ -41,15 +41,18 @@ class ModelArguments(OutputArguments):
     """Which denoiser, and how it is reported."""
 
     architecture: Literal["ut", "dust", "vit"] = HfArg(help="Kind of the denoiser.")
-    num_layers: int = HfArg(default=5, help="Depth of UT and DUST. A ViT has its own.")
+    num_layers: int = HfArg(default=5, help="Number of layers of UT and DUST. A ViT has its own.")
     attention_step: float | None = HfArg(
-        default=None, help="UT: share of the way to attention; None: 2 / num_layers."
+        default=None,
+        help="UT: share of the way to the attention output that a layer goes. Default: 2 / num_layers.",
     )
     dictionary_size: int = HfArg(default=512, help="DUST: columns of the dictionary.")
     shared_dictionary: bool = HfArg(default=False, help="DUST: one dictionary for all layers.")
-    sparsity: float = HfArg(default=0.01, help="DUST: weight of the codes' absolute values.")
+    sparsity: float = HfArg(
+        default=0.01, help="DUST: weight of the sum of the codes' absolute values."
+    )
     coupling: float = HfArg(default=5.0, help="DUST: weight of the attention energy.")
-    curvature: float = HfArg(default=3.0, help="DUST: c, the inverse step size.")
+    curvature: float = HfArg(default=3.0, help="DUST: c, the inverse of the step size.")
     model_name_or_path: str | None = HfArg(
         default=None, help="ViT: pretrained encoder, on the Hub or in a folder."
     )
@@ -58,10 +61,10 @@ class ModelArguments(OutputArguments):
     )
     loss_gamma: float | None = HfArg(
         default=None,
-        help="Losses in units of the noisy input's own at this level; None: half the sum of squares.",
+        help="Divide losses by that of the noisy input at this level. Default: half the sum of squares, undivided.",
     )
     noise_draws: int = HfArg(
-        default=1, help="Draws of the noise at each level of the final report."
+        default=1, help="How often the noise is drawn at each level of the final report."
     )
 
     def __post_init__(self):

@@ -48,33 +48,36 @@ from .closing import next_step
 
 @dataclass
 class EvaluateArguments:
-    """What is measured."""
+    """What to measure."""
 
     eval_gammas: list[float] = HfArg(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0],
-        help="Noise levels of the curve.",
+        help="Noise levels of the noise curve.",
     )
-    draws: int = HfArg(default=3, help="Draws of the noise at each level.")
+    draws: int = HfArg(default=3, help="How often the noise is drawn at each level.")
     noise_seed: int = HfArg(
-        default=0, help="Seed of the noise. Not `seed`: runs that differ in it share their noise."
+        default=0, help="Seed of the noise. Models that differ in `seed` still get the same noise."
     )
     noise_sigma: float | None = HfArg(
-        default=None, help="Deviation of the clean signal; None: each model's own."
+        default=None,
+        help="Standard deviation of the input, the unit of noise levels. Default: that of the training.",
     )
     profile_gammas: list[float] | None = HfArg(
         default=None,
-        help="Noise levels of the layer profiles; None: 0, the training's, the largest of the curve.",
+        help="Noise levels at which every layer is measured. Default: 0, that of the training, and the largest of "
+        "`eval_gammas`.",
     )
     perturbation_rates: list[float] | None = HfArg(
         default=None,
-        help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1].",
+        help="Also measure typing errors (texts) or salt-and-pepper noise (videos) at these rates, from 0 to 1.",
     )
-    confidence: float = HfArg(default=0.95, help="Confidence of the verdicts.")
+    confidence: float = HfArg(default=0.95, help="Confidence level of the verdicts.")
     per_device_eval_batch_size: int = HfArg(
-        default=32, help="Rows in a batch; the noise depends on it."
+        default=32, help="Rows in a batch. Another size draws other noise."
     )
     results_dir: str | None = HfArg(
-        default=None, help="Gets a folder of results per model; None: the models' own."
+        default=None,
+        help="Folder that gets a folder of results for each model. Default: the models' own folders.",
     )
 
     def __post_init__(self):

@@ -47,45 +47,52 @@ SEARCH_ROWS = 256  # on which layers are left out; it takes some L passes over t
 
 @dataclass
 class ExitArguments:
-    """What is measured: stopping after each layer, or, with `fewest_layers`, leaving out any layers."""
+    """What to measure.
+
+    By default the model stops after each layer; with `fewest_layers`, any layers are left out.
+    """
 
     output_dir: str | None = HfArg(
-        default=None, help="Folder for the results; None: the model's own, if local."
+        default=None,
+        help="Folder for the results. Default: the model's own, or this one for a model on the Hub.",
     )
     fewest_layers: int | None = HfArg(
         default=None,
-        help="Find out which layers to leave out, one after the other, down to so many.",
+        help="Search for layers to leave out, one at a time, until this many are left.",
     )
     max_rise: float = HfArg(
-        default=0.05, help="With `fewest_layers`: share by which the loss may rise."
+        default=0.05,
+        help="With `fewest_layers`: largest rise of the loss to accept, as a share of it.",
     )
     max_loss: float = HfArg(
-        default=0.01, help="Classifiers: accuracy that early exit may cost, a share of all samples."
+        default=0.01,
+        help="Classifiers: accuracy that early exit may lose, as a share of all samples.",
     )
-    batch_size: int = HfArg(default=32, help="Samples in a batch, also when timed.")
-    repeats: int = HfArg(default=3, help="Timings of each exit; the median counts.")
+    batch_size: int = HfArg(default=32, help="Samples in a batch, also for the timing.")
+    repeats: int = HfArg(default=3, help="How often each exit is timed; the median counts.")
     text_file: str | None = HfArg(
-        default=None, help="Language models: file with held-out texts in `text_column`."
+        default=None, help="Language models: file of held-out texts, in the column `text_column`."
     )
     instructions: str | None = HfArg(
-        default=None, help="Language models: a file of instructions in place of `text_file`."
+        default=None, help="Language models: file of instructions, in place of `text_file`."
     )
     prompt_format: PromptFormat = HfArg(
-        default="auto", help="Form of the instructions' prompts, as in training."
+        default="auto", help="Language models: form of the prompts; choose that of the training."
     )
     prompts: int = HfArg(
-        default=8, help="Language models: texts or instructions that are continued."
+        default=8, help="Language models: number of texts to continue, to measure drafts."
     )
     prompt_length: int | None = HfArg(
-        default=None, help="Language models: cut these to so many tokens."
+        default=None, help="Language models: cut each of these to this many tokens."
     )
-    max_new_tokens: int = HfArg(default=64, help="Language models: tokens generated for each.")
+    max_new_tokens: int = HfArg(default=64, help="Language models: tokens to generate for each.")
     image_column: str = HfArg(
         default="image",
         help="Image classifiers: column of the images, or of the numbers that the model reads.",
     )
     shortlist: int | None = HfArg(
-        default=None, help="Draft from so many most frequent tokens; None: what is best."
+        default=None,
+        help="Language models: draft only the N most frequent tokens. Default: what is fastest.",
     )
 
     def __post_init__(self):

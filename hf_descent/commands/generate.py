@@ -34,25 +34,25 @@ ALPACA_EVAL = "hf://datasets/tatsu-lab/alpaca_eval/alpaca_eval.json"
 
 @dataclass
 class GenerateArguments:
-    """Which instructions are answered, and how."""
+    """Which instructions to answer, and how."""
 
     output: str = HfArg(help="JSON file for the answers.")
-    gamma: float = HfArg(default=0.0, help="Noise level on every token's embedding.")
+    gamma: float = HfArg(default=0.0, help="Noise level on the embedding of every token.")
     sigma: float | None = HfArg(
-        default=None, help="Deviation of the clean embeddings; None: the model's own."
+        default=None,
+        help="Standard deviation of the embeddings, the unit of the noise level. Default: that of the training.",
     )
     seed: int = HfArg(default=0, help="Seed of the noise.")
     instructions: str = HfArg(
-        default=ALPACA_EVAL, help="File of `instruction` and perhaps `input` and `dataset`."
+        default=ALPACA_EVAL,
+        help="File with the column `instruction` and, optionally, `input` and `dataset`.",
     )
-    prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
-    batch_size: int = HfArg(
-        default=8, help="Prompts in a batch, on which noise and room for answers depend."
+    prompt_format: PromptFormat = HfArg(
+        default="auto", help="Form of the prompts; choose that of the training."
     )
-    max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
-    max_samples: int | None = HfArg(
-        default=None, help="Answer only this many instructions, the first ones."
-    )
+    batch_size: int = HfArg(default=8, help="Prompts in a batch. Another size draws other noise.")
+    max_new_tokens: int = HfArg(default=1024, help="Most tokens of an answer.")
+    max_samples: int | None = HfArg(default=None, help="Answer only the first N instructions.")
 
     def __post_init__(self):
         limits = {"max_samples": 1, "batch_size": 1, "max_new_tokens": 1, "gamma": 0, "seed": 0}

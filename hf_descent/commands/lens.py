@@ -50,14 +50,15 @@ mean length of the hidden states. +- is half of a 95 % interval.
 
 @dataclass
 class LensArguments:
-    """What is read, and how."""
+    """What to read."""
 
     data: str | None = HfArg(
         default=None,
-        help="csv, tsv, json or parquet file of held-out rows; None: those of the run's own test or validation data.",
+        help="csv, tsv, json or parquet file of held-out rows. Default: the test or validation rows of the run.",
     )
     output_dir: str | None = HfArg(
-        default=None, help="Folder for the page and the figure; None: the model's own, if local."
+        default=None,
+        help="Folder for the results. Default: the model's own, or this one for a model on the Hub.",
     )
     batch_size: int = HfArg(default=8, help="Rows in a batch.")
     image_column: str = HfArg(
@@ -65,7 +66,7 @@ class LensArguments:
         help="Image classifiers: column of the images, or of the numbers that the model reads.",
     )
     prompt_format: PromptFormat = HfArg(
-        default="auto", help="Form of the prompts, where the file has a column `instruction`."
+        default="auto", help="Form of the prompts, if the file has a column `instruction`."
     )
 
     def __post_init__(self):

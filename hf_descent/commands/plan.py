@@ -50,10 +50,10 @@ held out for the multipliers are not planned: they take forward passes without g
 
 @dataclass
 class PlanArguments:
-    """Where the training is to run."""
+    """Where to train."""
 
-    processes: int = HfArg(default=8, help="GPUs to share the work.")
-    gpu_memory: str = HfArg(default="80GiB", help="Memory of each.")
+    processes: int = HfArg(default=8, help="Number of GPUs.")
+    gpu_memory: str = HfArg(default="80GiB", help="Memory of each GPU.")
 
     def __post_init__(self):
         check_arguments(self, {"processes": 1})

@@ -30,11 +30,12 @@ class OutputArguments:
     searched: ClassVar[bool] = False
 
     overwrite_output_dir: bool = HfArg(
-        default=False, help="Train from scratch in a used folder; checkpoints stay."
+        default=False,
+        help="Train from scratch in a folder that is not empty. Its checkpoints stay.",
     )
     with_plain: bool = HfArg(
         default=False,
-        help="Train plainly, too, first and from the same start, in the folder `_plain` of the output folder; print "
+        help="Also train plainly, first and from the same start, in the folder `_plain` of the output folder, and print "
         "both side by side.",
     )
 

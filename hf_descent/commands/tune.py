@@ -34,17 +34,18 @@ PENALTIES = ("hinge", "quadratic")
 
 @dataclass
 class TuneArguments:
-    """How settings are searched."""
+    """How to search."""
 
     n_trials: int = HfArg(
-        default=5, help="Runs to make in all (5 in the paper); a resumed study makes the rest."
+        default=5,
+        help="Number of runs (5 in the paper). A search that was interrupted makes those that are left.",
     )
     search_space: str | None = HfArg(
         default=None,
-        help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one.",
+        help="Ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'. Of three or more values, one is taken.",
     )
     tune_gamma: float | None = HfArg(
-        default=None, help="Noise level to judge trials at; None: training's largest."
+        default=None, help="Noise level to judge runs at. Default: the largest of the training."
     )
 
     def __post_init__(self):

@@ -35,8 +35,8 @@ class OutputArguments:
     )
     with_plain: bool = HfArg(
         default=False,
-        help="Also train plainly, first and from the same start, in the folder `_plain` of the output folder, and print "
-        "both side by side.",
+        help="Also train plainly, first and from the same start, in the folder `_plain` of the output folder, and "
+        "print both side by side.",
     )
 
 

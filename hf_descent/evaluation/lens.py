@@ -69,7 +69,7 @@ class Lens(Result):
         for title, (values, radii) in self.measures.items():
             titles += [title, "+- (95 %)"]
             columns.append([f"{value:.4g}" for value in values])
-            columns.append([f"{radius:.2g}" for radius in radii])
+            columns.append(["-" if np.isnan(radius) else f"{radius:.2g}" for radius in radii])
         return [titles, *map(list, zip(*columns))]
 
     @property
@@ -78,7 +78,12 @@ class Lens(Result):
         depth = len(self.losses)
         last = self.losses[-1]
         near = int(np.argmax(self.losses <= NEAR * last)) + 1
-        text = f"Layer {near} of {depth} is the first whose loss is within 5 % of the last layer's ({last:.4g})."
+        if near == depth:
+            text = (
+                f"No layer before the last has a loss within 5 % of the last layer's ({last:.4g})."
+            )
+        else:
+            text = f"Layer {near} of {depth} is the first whose loss is within 5 % of the last layer's ({last:.4g})."
         if self.chance:
             guessing = int((self.losses >= AT_CHANCE * self.chance).sum())
             text += f" {guessing} of {depth} layers do no better than guessing ({self.chance:.4g})."

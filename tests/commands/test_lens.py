@@ -147,6 +147,26 @@ def test_the_interval_of_an_entropy_is_that_of_a_mean_over_rows(tmp_path):
     assert plain < found.entropy_radii[0] < 1.5 * plain  # wider, for the tails that were not seen
 
 
+def a_lens(losses, chance=None):
+    ones = np.ones(len(losses))
+    unknown = np.full(len(losses), np.nan)
+    return Lens("accuracy", losses, unknown, ones, ones, ones, ones, ones, ones, 100, chance)
+
+
+@pytest.mark.parametrize(
+    ("losses", "chance", "summary"),
+    [
+        ([0.9, 0.52, 0.5], None, "Layer 2 of 3 is the first whose loss is within 5 %"),
+        ([0.9, 0.6, 0.5], None, "No layer before the last has a loss within 5 %"),
+        ([0.9, 0.6, 0.5], 0.7, "1 of 3 layers do no better than guessing (0.7)."),
+    ],
+)
+def test_what_was_found_is_said_in_a_sentence(losses, chance, summary):
+    found = a_lens(losses, chance)
+    assert summary in found.summary
+    assert found.rows()[1][:3] == ["1", "0.9", "-"]
+
+
 def test_what_cannot_be_read_is_refused(tmp_path):
     vit(ViTForMaskedImageModeling).save_pretrained(tmp_path / "masked")
     with pytest.raises(ValueError, match="ViTForMaskedImageModeling; give a classifier of texts"):

@@ -69,7 +69,8 @@ def test_the_exit_command_reports_a_classifier(tmp_path, capsys, adapter):
     layer = profile.cheapest()
     found = "No layer before the last keeps 99 % of the accuracy."
     if layer < 3:
-        found = f"Layer {layer} of 3 keeps 99 % of the accuracy and is {profile.speedups[layer - 1]:.2f} times as fast."
+        speedup = profile.speedups[layer - 1]
+        found = f"Layer {layer} of 3 keeps 99 % of the accuracy and is {speedup:.2f} times as fast."
     assert found in printed
 
 

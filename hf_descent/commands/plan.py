@@ -41,11 +41,13 @@ UNPLANNED = (  # settings that change what a step holds, unseen by the plan
 
 
 NOTES = """\
-The probe before the first step takes {probe:.1f} GiB beside the weights. Rows are full, and every token has a label.
-A step fits where {rest:.0%} of {gpu_memory} remain. Plain training is the stock `Trainer`'s, with the logits of all
-tokens; `SFTTrainer` makes them in parts. The `--launch` rows are for bf16 and float32 shards of what is trained;
-DeepSpeed's have hidden states and readout in the recipe's precision. What this model cannot have has no row. Rows
-held out for the multipliers are not planned: they take forward passes without gradients."""
+- The probe before the first step takes {probe:.1f} GiB beside the weights.
+- Rows are taken as full, with a label for every token. A step fits if {rest:.0%} of {gpu_memory} remain free.
+- Plain training is that of the stock `Trainer`, with the logits of all tokens; `SFTTrainer` computes them in parts.
+- The `--launch` rows are for bf16 and float32 shards of what is trained. Under DeepSpeed hidden states and readout
+  have the recipe's precision.
+- What this model cannot have has no row.
+- Rows held out for the multipliers are not planned. They take forward passes without gradients."""
 
 
 @dataclass

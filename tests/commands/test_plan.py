@@ -127,12 +127,15 @@ def test_what_the_launchers_rows_hold_is_said(tmp_path, capsys):
         "bf16 and float32 shards of what is trained" in printed
         and "Rows held out for the mult" in printed
     )
-    assert "the stock `Trainer`'s, with the logits of all tokens" in printed
+    assert "that of the stock `Trainer`, with the logits of all tokens" in printed
+    assert "As configured, the step fits into 80GiB and takes " in printed
 
 
 def test_what_does_not_fit_is_said(tmp_path, capsys):
     cli.main(["plan", recipe("llama", tmp_path), "--gpu_memory", "1KiB"])
-    assert {row[-1] for row in cells(capsys.readouterr().out).values()} == {"no"}
+    printed = capsys.readouterr().out
+    assert {row[-1] for row in cells(printed).values()} == {"no"}
+    assert "As configured, the step does not fit into 1KiB" in printed
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,7 @@ def test_a_recipe_that_suits_both_commands_is_one_of_sft(tmp_path):
 
 
 def test_one_recipe_is_needed():
-    with pytest.raises(ValueError, match="recipes are missing"):
+    with pytest.raises(ValueError, match="The recipe is missing"):
         plan.parse([], "hf-descent plan", "")
 
 

@@ -36,24 +36,9 @@ def train_file(tmp_path):
     return write(tmp_path / "train.parquet", ROWS)
 
 
-@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
-def test_an_empty_file_is_named(tmp_path, kind):
-    (tmp_path / f"empty.{kind}").touch()
-    with pytest.raises(ValueError, match=f"`train_file` is '.*empty.{kind}', which cannot be read"):
-        load_text_classification(DataArguments(train_file=str(tmp_path / f"empty.{kind}")))
-
-
 def rows_of(split):
     names = split.features["labels"].names
     return sorted((row["text"], names[row["labels"]]) for row in split)
-
-
-@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
-def test_every_file_type_gives_the_same_rows(tmp_path, suffix):
-    path = write(tmp_path / f"train.{suffix}", ROWS)
-    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
-    assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
-    assert set(splits) == {"train", "validation"}
 
 
 def test_validation_is_drawn_from_train_once_for_all_seeds(train_file):
@@ -112,22 +97,6 @@ def test_pairs_and_column_names(tmp_path):
     assert all(
         int(row["text"][1:]) % 3 == row["labels"] and row["text_pair"] == "h" + row["text"][1:]
         for row in train
-    )
-
-
-@pytest.mark.parametrize(
-    ("labels", "names"),
-    [(["pos", "neg", "neutral"], ["neg", "neutral", "pos"]), ([10, 9, 1], ["1", "9", "10"])],
-)
-def test_classes_are_sorted_and_shared_by_all_splits(tmp_path, labels, names):
-    train = write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in labels])
-    test = write(tmp_path / "test.csv", [{"text": "b", "label": label} for label in labels[:2]])
-    splits = load_text_classification(
-        DataArguments(train_file=train, validation_file=train, test_file=test)
-    )
-    assert all(rows.features["labels"].names == names for rows in splits.values())
-    assert sorted(splits["test"]["labels"]) == sorted(
-        names.index(str(label)) for label in labels[:2]
     )
 
 
@@ -200,38 +169,6 @@ def test_named_classes_keep_their_meaning(names, labels, classes, expected):
     assert aligned["train"]["labels"][:] == expected
 
 
-def test_unlabelled_rows_are_dropped_and_counted_on_the_screen(tmp_path, caplog):
-    path = write(
-        tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": None} for _ in range(3))]
-    )
-    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
-    assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
-    reports = [record for record in caplog.records if "Dropped 3 of the 43" in record.message]
-    assert [record.levelname for record in reports] == [
-        "WARNING"
-    ] * 2  # what Python shows by default
-    assert "without `label` (no value: 3; rows 41, 42, 43)" in reports[0].message
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        ("null,0\nNA,1\nlost,\nnone,1\n", [("NA", "1"), ("none", "1"), ("null", "0")]),
-        (
-            "a, pos\nb,pos\nc,neg\nlost, \n",
-            [("a", "pos"), ("b", "pos"), ("c", "neg")],
-        ),  # a blank makes no class
-    ],
-)
-def test_empty_csv_labels_count_as_missing_and_null_is_a_text(tmp_path, lines, expected):
-    path = tmp_path / "train.csv"
-    path.write_text(f"text,label\n{lines}")
-    splits = load_text_classification(
-        DataArguments(train_file=str(path), validation_file=str(path))
-    )
-    assert rows_of(splits["train"]) == expected
-
-
 @pytest.mark.parametrize("name", ["train[1].csv", "trai?.csv", "*.csv"])
 def test_a_file_name_is_no_pattern(tmp_path, name):
     for file, word in (("train1.csv", "other"), ("train.csv", "other"), (name, "own")):
@@ -239,19 +176,6 @@ def test_a_file_name_is_no_pattern(tmp_path, name):
     path = str(tmp_path / name)
     splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
     assert rows_of(splits["train"]) == [("own 0", "0"), ("own 1", "1")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("train.csv", b"text,label\n\xff\xfe,1\n"), ("train.csv", b""), ("train.csv", b"text,label\n"),
-        ("train.json", b'{"text": '), ("train.parquet", b"no parquet"),
-    ],
-)  # fmt: skip
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"`train_file` is .*{name}', which cannot be read as"):
-        load_text_classification(DataArguments(train_file=str(tmp_path / name)))
 
 
 def test_hub_splits_keep_their_class_names(monkeypatch):
@@ -312,29 +236,6 @@ def test_bad_arguments_are_named(train_file, arguments, message):
     }
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         load_text_classification(DataArguments(**arguments))
-
-
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        ([None, None, None], "no row with a value of `label`"),
-        ([1, 1, 1], "all of one class"),
-        ([0.5, 1.0, 0.0], r"holds 0.5 \(row 1\), which is no class: give classes"),
-        ([-1, 0, 1], "column `label` of the train split holds -1"),
-        (["-1", "0", "1"], "holds '-1'"),
-        ([-100, 0, 1], "holds -100"),
-    ],
-)
-def test_bad_labels_are_named(tmp_path, labels, message):
-    path = write(tmp_path / "train.parquet", [{"text": "a", "label": label} for label in labels])
-    with pytest.raises(ValueError, match=message):
-        load_text_classification(DataArguments(train_file=path, validation_file=path))
-
-
-def test_a_class_unknown_to_training_is_named(tmp_path, train_file):
-    test = write(tmp_path / "test.parquet", [{"text": "a", "label": 7}])
-    with pytest.raises(ValueError, match=r"The test split has the classes \['7'\]"):
-        load_text_classification(DataArguments(train_file=train_file, test_file=test))
 
 
 @pytest.fixture

@@ -165,8 +165,8 @@ def parse_recipe(
         hints.update(get_type_hints(dtype))
     values = {}
     if path is not None:
-        given = _read_recipe(path, _names(argument_types), prog, leaves_out=bool(models))
-        values = {name: _as_flag(name, value, hints[name], path) for name, value in given.items()}
+        recipe = _read_recipe(path, _names(argument_types), prog, leaves_out=bool(models))
+        values = {name: _as_flag(name, value, hints[name], path) for name, value in recipe.items()}
     if models:
         told = [*values, *_flags_in(argv)]
         for name, value in recorded(models, told).items():

@@ -407,23 +407,23 @@ def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, boo
     """The split to measure on, and whether its rows may have trained the model, or chosen checkpoint or settings."""
     split = "test" if "test" in splits else "validation"
     record = record_of(name)
-    given = {argument: absolute(argument, value) for argument, value in vars(args).items()}
+    arguments = {argument: absolute(argument, value) for argument, value in vars(args).items()}
     was_selected = "select_rows" in RunFolder(name).summary
     trained_on = _sources(record, "train")
     if not trained_on:  # of a run that comes from elsewhere
         return split, was_selected and split == "validation"
 
     chosen_by = _sources(record, "validation")
-    own = _sources(given, split)
+    own = _sources(arguments, split)
     if own:
         seen = trained_on | chosen_by if was_selected else trained_on
         return split, not own.isdisjoint(seen)
     # Drawn from training rows: those of the model, unless it was held out from the same by the same draw.
-    if _sources(given, "train").isdisjoint(trained_on):
+    if _sources(arguments, "train").isdisjoint(trained_on):
         return split, False
     is_same_draw = all(
-        record.get(argument, given[argument]) == given[argument]
-        for argument in DRAWS.intersection(given)
+        record.get(argument, arguments[argument]) == arguments[argument]
+        for argument in DRAWS.intersection(arguments)
     )
 
     return split, was_selected or bool(chosen_by) or not is_same_draw

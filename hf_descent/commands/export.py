@@ -39,7 +39,7 @@ Without this checkpoint, and no layer run twice: whole.generate(**inputs, custom
 ONNX = """\
 With ONNX Runtime, for rows of any number and length:
   session = onnxruntime.InferenceSession("{draft}/model.onnx")
-  names = [given.name for given in session.get_inputs()]
+  names = [node.name for node in session.get_inputs()]
   inputs = AutoTokenizer.from_pretrained("{draft}")(texts, padding=True, return_tensors="np")
   logits = session.run(["logits"], {{name: inputs[name] for name in names}})[0]"""
 MERGED = "\n{model} holds an adapter: {whole} stands for what `hf-descent export {model} --layer {depth}` writes."

@@ -87,14 +87,14 @@ def run(models: list[str], args: LensArguments, data_args: DataArguments) -> Non
     else:
         rows, settings = _language_rows(name, model, args, data_args)
 
-    found = lens(model, rows, batch_size=args.batch_size, progress=True, **settings)
+    measured = lens(model, rows, batch_size=args.batch_size, progress=True, **settings)
 
-    RunFolder(folder).write({"lens": found})
-    save_figure(plot_lens(found), folder, "lens")
+    RunFolder(folder).write({"lens": measured})
+    save_figure(plot_lens(measured), folder, "lens")
     with atomic_write(folder / "lens.md") as file:
-        file.write(page(found, Path(name).name))
-    print(f"{found}\n\nWritten to {folder}: lens.md, lens.json, lens.png, lens.svg")
-    print(found.summary)
+        file.write(page(measured, Path(name).name))
+    print(f"{measured}\n\nWritten to {folder}: lens.md, lens.json, lens.png, lens.svg")
+    print(measured.summary)
     print(next_step(f"exit {name}", "measures what stopping early costs and gains"))
 
 
@@ -130,14 +130,14 @@ def _language_rows(
     return rows, {"data_collator": collator_of(tokenizer)}
 
 
-def page(found: Lens, model: str) -> str:
+def page(measured: Lens, model: str) -> str:
     """The result as Markdown, beside the figure `lens.png`."""
     return PAGE.format(
         model=model,
-        summary=found.summary,
-        table=markdown_table(found.rows()),
-        items=found.items,
-        metric=found.metric,
+        summary=measured.summary,
+        table=markdown_table(measured.rows()),
+        items=measured.items,
+        metric=measured.metric,
     )
 
 

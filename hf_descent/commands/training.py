@@ -50,8 +50,8 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
         )
 
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
-    given = args.resume_from_checkpoint
-    resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
+    choice = args.resume_from_checkpoint
+    resume = {"true": True, "false": None, "none": None}.get(str(choice).lower(), choice)
     if resume or model_args.overwrite_output_dir or not os.path.isdir(args.output_dir):
         return resume
     # A run that was refused has left no more than the record of its data.

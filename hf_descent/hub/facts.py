@@ -18,7 +18,7 @@ from huggingface_hub import eval_result_entries_to_yaml
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configs import upper_level
-from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from ..early_exit import ConfidenceReport, ExitProfile, LayerSetProfile, SpeculationProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import Run
 from ..evaluation.noise_curves import SUMMARIES
@@ -40,6 +40,7 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "verdict": Certificate,
     "exit_profile": ExitProfile,
     "confidence_exit": ConfidenceReport,
+    "layer_sets": LayerSetProfile,
     "speculation_profile": SpeculationProfile,
 }
 # What a custom readout, where there is one, has measured.

@@ -160,12 +160,12 @@ class Meter(TorchDispatchMode):
 
 def _result(func, args, kwargs) -> Any:
     """What an operation gives on fake tensors."""
-    given = args[: QUICK.get(func._overloadpacket, 0)]
-    if given and all(_is_plain(tensor) for tensor in given):
-        mode = given[0].fake_mode
+    operands = args[: QUICK.get(func._overloadpacket, 0)]
+    if operands and all(_is_plain(tensor) for tensor in operands):
+        mode = operands[0].fake_mode
         with fake_tensor.in_kernel_invocation_manager(mode):
             out = func(*args, **kwargs)
-        return fake_tensor.FakeTensor(mode, out, given[0].fake_device)
+        return fake_tensor.FakeTensor(mode, out, operands[0].fake_device)
     if func is _aten._grouped_mm.default:  # whose fake results torch has in bf16 alone
         left, right = (tensor.bfloat16() for tensor in args[:2])
         return func(left, right, *args[2:], **kwargs).to(args[0].dtype)

@@ -235,15 +235,15 @@ class PlannedModel:
             {"weights": masters + shards, "gradients": round(flattened)},
         ]
 
-        found = {}
+        costs = {}
         for name, moments in (("zero2", zero2), ("zero3", zero3)):
             shared = [
                 Counter({**moment, **sizes, "optimizer": round(share * moment["optimizer"])})
                 for moment, sizes in zip(cost.moments, moments)
             ]
-            found[name] = StepCost(shared, cost.operations)
+            costs[name] = StepCost(shared, cost.operations)
 
-        return found
+        return costs
 
 
 def narrow(config: PretrainedConfig) -> PretrainedConfig:

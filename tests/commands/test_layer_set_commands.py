@@ -115,6 +115,10 @@ def test_a_layer_that_does_nothing_is_left_out_and_the_exported_model_is_the_sam
     assert re.fullmatch(r"VERDICT: MET, price [+-]0.0 %", profile.headline)
     assert not (tmp_path / "model" / "exit_profile.json").exists()
 
+    cli.main(["card", str(tmp_path / "model")])
+    assert str(profile) in (tmp_path / "model" / "README.md").read_text()
+    capsys.readouterr()
+
     command = re.search(r"Next: `hf-descent (export .*) --output_dir DIR`", printed)[1].split()
     cli.main([*command, "--output_dir", str(tmp_path / "short")])
     assert f"Layers {command[-1]} of 4 layers are in" in capsys.readouterr().out

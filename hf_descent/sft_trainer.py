@@ -19,7 +19,7 @@ from .readout.stack import inner_model
 from .runs import RunFolder
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
-from .training import checks
+from .training import data_checks
 
 
 logger = logging.get_logger(__name__)
@@ -61,7 +61,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             datasets["eval"] = self.eval_dataset
         for name, dataset in datasets.items():
             if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-                checks.check_positions(self, dataset, name)
+                data_checks.check_positions(self, dataset, name)
 
     def _set_router_coefficient(self) -> None:
         # TRL weighs the router's loss by its own coefficient; models weigh it by what they read when they were built.
@@ -98,7 +98,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             dataset, processing_class, args, packing, formatting_func, dataset_name
         )
         if isinstance(dataset, Dataset):
-            checks.check_some_labels(dataset, dataset_name, args.max_length)
+            data_checks.check_some_labels(dataset, dataset_name, args.max_length)
         return dataset
 
     # ---- one micro-batch ----

@@ -32,7 +32,7 @@ from .hub.render import PAPER, TAGS
 from .models import give_linear_readout
 from .readout.stack import unwrapped
 from .runs import RunFolder
-from .training import checkpoints, checks, evaluation, holdout, preparation
+from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results, results_of_weights
 from .training.plain_arm import train_both
@@ -525,7 +525,7 @@ class DescentMixin:
         checks.report_own_averages(self.args)
 
         if self._reads_layers:
-            checks.check_data(self, self._readout, self._dual_dataset)
+            data_checks.check_data(self, self._readout, self._dual_dataset)
 
         checkpoint = kwargs.get("resume_from_checkpoint")
         searched = "searched" in self.command

@@ -62,7 +62,7 @@ class DescentState:
         chance (`float`, *optional*): the estimated loss of the best constant prediction, where it is known.
         device (`torch.device`): where the losses arrive.
         held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
-        constant ([`ConstantPredictor`], *optional*): measures the loss at chance of other data.
+        constant ([`ChanceLoss`], *optional*): measures the loss at chance of other data.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ from ..evaluation.scoring import (
     name_of,
 )
 from ..logs import progress_bar
-from ..losses.constant import chance_of
+from ..losses.chance import chance_of
 from ..losses.layerwise import find_layer_losses
 from ..losses.rows import RowLosses
 from ..losses.task import TaskLoss
@@ -233,15 +233,15 @@ def layer_set_profile(
             if everything is None:
                 found = find_layer_losses(model, batch, evaluation.task, needs_logits=True)
                 stack = found.readout.stack
-                row_losses = RowLosses(evaluation.task, found.predictor)
+                row_losses = RowLosses(evaluation.task, found.chance_loss)
                 everything = list(range(1, stack.num_layers + 1))
                 others = [check_layers(kept, stack) for kept in layers]
                 asked = zip_longest(others, healed)
                 pairs = [(kept, other) for kept, other in asked if kept != everything]
                 pairs.insert(0, (everything, None))
 
-            if found.predictor is not None:
-                labels = found.predictor.of_batch(evaluation.task, batch).plus(labels)
+            if found.chance_loss is not None:
+                labels = found.chance_loss.of_batch(evaluation.task, batch).plus(labels)
 
             sums = []
             splits = []

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..configs import levels_of
 from ..constraints.problem import DescentProblem, largest_rise
-from ..losses.constant import chance_of
+from ..losses.chance import chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
@@ -222,8 +222,8 @@ def layer_profiles(
         for index, inputs in evaluation.batches("Layer profile"):
             if layers is None:
                 layers = _layers_of(evaluation, inputs, problem)
-            if layers.predictor is not None:
-                labels = layers.predictor.of_batch(evaluation.task, inputs).plus(labels)
+            if layers.chance_loss is not None:
+                labels = layers.chance_loss.of_batch(evaluation.task, inputs).plus(labels)
 
             scores = []
             for level, gamma in enumerate(gammas):

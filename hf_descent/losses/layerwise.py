@@ -22,7 +22,8 @@ from ..readout.head import HeadReadout
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.replay import Readout, has_router_loss, output_loss, probing
-from .constant import ConstantPredictor, find_predictor
+from .chance import ChanceLoss
+from .chance_probe import find_chance_loss
 from .rows import RowLosses
 from .task import TaskLoss
 
@@ -68,12 +69,12 @@ class ReplayedLosses:
         self,
         readout: Readout,
         task: TaskLoss,
-        predictor: ConstantPredictor | None,
+        chance_loss: ChanceLoss | None,
         token_statistics: bool = False,
     ):
         self.num_layers, self.task, self.readout = readout.num_layers, task, readout
-        self.predictor = predictor
-        self._rows = RowLosses(task, predictor)
+        self.chance_loss = chance_loss
+        self._rows = RowLosses(task, chance_loss)
         self._token_statistics = token_statistics
 
     def find_batching(self, inputs: Mapping[str, Any]) -> None:
@@ -191,14 +192,14 @@ class TiledLosses:
         self,
         head: HeadReadout,
         task: TaskLoss,
-        predictor: ConstantPredictor | None,
+        chance_loss: ChanceLoss | None,
         token_fraction,
         token_statistics=False,
         seed=0,
         same=False,
     ):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
-        self.predictor = predictor
+        self.chance_loss = chance_loss
         self.token_fraction, self._token_statistics = token_fraction, token_statistics
         self._head, self._seed, self._same = head, seed, same
 
@@ -345,7 +346,7 @@ def find_layer_losses(
     inputs = task.short(inputs)
     replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
     task.check_loss_function()
-    predictor = _predictor(model, inputs, task)
+    chance_loss = _chance_loss(model, inputs, task)
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
@@ -367,20 +368,22 @@ def find_layer_losses(
             )
         if trains:
             task.takes_items = task.divides_by_items(inputs)
-        losses = ReplayedLosses(replay, task, predictor, token_statistics)
+        losses = ReplayedLosses(replay, task, chance_loss, token_statistics)
         losses.find_batching(inputs)
         return losses
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
     logger.info(f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}.")
-    return TiledLosses(tiled, task, predictor, token_fraction, token_statistics, seed, same_tokens)
+    return TiledLosses(
+        tiled, task, chance_loss, token_fraction, token_statistics, seed, same_tokens
+    )
 
 
-def _predictor(model, inputs, task: TaskLoss) -> ConstantPredictor | None:
+def _chance_loss(model, inputs, task: TaskLoss) -> ChanceLoss | None:
     """What measures the loss of a constant prediction; `None` where no least one is known."""
     with suppress(ValueError), probing(model):
-        return find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+        return find_chance_loss(task, inputs, model(**task.model_inputs(inputs)))
     return None
 
 

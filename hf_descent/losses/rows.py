@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from ..readout.labels import IGNORE_INDEX, documents_of
 from ..readout.replay import output_logits
 from ..readout.stack import map_tensors
-from .constant import ConstantPredictor
+from .chance import ChanceLoss
 from .task import TaskLoss
 
 
@@ -27,10 +27,10 @@ class RowLosses:
 
     Args:
         task ([`TaskLoss`]): the loss.
-        form ([`ConstantPredictor`], *optional*): of which kind it is, where that is known.
+        form ([`ChanceLoss`], *optional*): of which kind it is, where that is known.
     """
 
-    def __init__(self, task: TaskLoss, form: ConstantPredictor | None):
+    def __init__(self, task: TaskLoss, form: ChanceLoss | None):
         self._task = task
         self._form = form
         self._calls_each_row = form is None and not task.uses_model_loss
@@ -57,17 +57,19 @@ class RowLosses:
         """
         if any(split is None for split in splits):
             return _whole(means, items), means.new_zeros((), dtype=torch.bool)
-        sums = torch.stack([split[:, 0] for split in splits], dim=1)  # [rows, layers]
-        weights = splits[-1][:, 1:]  # [rows, 1]
-        items = weights.sum()
-        found, expected = sums.sum(0), means * items  # [layers] each
-        is_split = torch.isclose(found, expected, rtol=TOLERANCE, atol=1e-6).all()
+        columns = [split[:, :1] for split in splits]
+        rows = torch.cat([*columns, splits[-1][:, 1:]], dim=1)  # [rows, layers + 1]
+        totals = rows.sum(0)  # [layers + 1], the last one the items
+        expected = F.pad(means, (0, 1), value=1.0) * totals[-1]  # [layers + 1]
+        # As `torch.isclose` with a relative tolerance, by a third of the kernels.
+        excess = (totals - expected).abs().sub(expected.abs(), alpha=TOLERANCE)
+        is_split = excess.max() <= 1e-6
         if self._calls_each_row:  # on later batches it is not tried again
             self._calls_each_row = bool(is_split)
         # Rounding apart, they add up: what is left of it would be in no row.
-        sums = sums * torch.where(found == 0, 1.0, expected / found)
-        whole = F.pad(_whole(means, items), (0, 0, 0, len(sums) - 1))  # other rows have no items
-        return torch.where(is_split, torch.cat([sums, weights], dim=1), whole), is_split
+        scaled = rows * (expected / totals).nan_to_num(nan=1.0, posinf=1.0, neginf=1.0)
+        whole = F.pad(expected[None], (0, 0, 0, len(rows) - 1))  # other rows have no items
+        return torch.where(is_split, scaled, whole), is_split
 
     def _by_form(self, outputs, inputs) -> torch.Tensor | None:
         form = self._form

@@ -23,7 +23,7 @@ from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
 from ..evaluation.price import Reference
 from ..evaluation.side_by_side import plain_profile
-from ..losses.constant import ConstantPredictor, chance_of
+from ..losses.chance import ChanceLoss, chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..readout.labels import labels_of
 from ..readout.replay import Readout, probing
@@ -169,8 +169,8 @@ class LayersBeside:
         if own_rows == 0:
             return
         labels = None
-        if layers.predictor is not None:
-            labels = layers.predictor.of_batch(layers.task, inputs)
+        if layers.chance_loss is not None:
+            labels = layers.chance_loss.of_batch(layers.task, inputs)
         self._totals = self._totals.plus(losses, labels)
 
     @property
@@ -187,7 +187,7 @@ class LayersBeside:
         if layers is None:
             return None
         if is_trained and not self._trainer.is_in_train and self._chance is None:
-            self._chance = chance_in_training(self._trainer, layers.task, layers.predictor)
+            self._chance = chance_in_training(self._trainer, layers.task, layers.chance_loss)
         chance = self._chance
         if chance is None:
             chance = chance_of(self._totals.labels)
@@ -234,7 +234,7 @@ def gathered(
 def layer_metrics(
     dual: DescentState,
     rows: EvaluatedRows,
-    labels: ConstantPredictor | None,
+    labels: ChanceLoss | None,
     prefix: str,
     also_selected: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import has_length
 from ..configs import DescentArguments
 from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
-from .initial_loss import drawing_apart
+from .chance import drawing_apart
 from .overlap import share_rows
 from .records import evaluation_sets, reduced
 

@@ -5,12 +5,13 @@ from transformers import Trainer
 from ..constraints.state import DescentState
 from ..evaluation import LayerProfile
 from ..logs import get_logger
-from ..losses.constant import ConstantPredictor, find_predictor
+from ..losses.chance import ChanceLoss
+from ..losses.chance_probe import find_chance_loss
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
 from ..runs import RunFolder
-from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
+from .chance import collated, drawing_apart, is_readable_once, measure_chance
 from .preparation import find_task, loaded_from, shared_batch
 
 
@@ -40,14 +41,14 @@ def judging_state(
 
 
 def chance_in_training(
-    trainer: Trainer, task: TaskLoss, predictor: ConstantPredictor | None
+    trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss | None
 ) -> float | None:
     """The loss of the best constant prediction of the training labels, as constraints have it; `None` where it is not
     known."""
-    if predictor is None or trainer.train_dataset is None:
+    if chance_loss is None or trainer.train_dataset is None:
         return None
     try:
-        return measure_chance(trainer, task, predictor, trainer.train_dataset)
+        return measure_chance(trainer, task, chance_loss, trainer.train_dataset)
     except ValueError:
         return None
 
@@ -67,10 +68,10 @@ def measured_chance_in_training(trainer: Trainer) -> float | None:
         task = find_task(trainer, model, inputs)
         inputs = task.short(inputs)
         try:
-            predictor = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+            chance_loss = find_chance_loss(task, inputs, model(**task.model_inputs(inputs)))
         except ValueError:
             return None
-    return chance_in_training(trainer, task, predictor)
+    return chance_in_training(trainer, task, chance_loss)
 
 
 def state_for_profile(trainer: Trainer, profile: LayerProfile, is_trained: bool) -> DescentState:

@@ -20,8 +20,8 @@ from ..losses.task import TaskLoss
 from ..models import give_linear_readout
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
+from .chance import chance_of_batches
 from .checks import without_labels
-from .initial_loss import chance_of_batches
 from .preparation import note_readout
 from .records import StepTotals
 
@@ -245,8 +245,8 @@ def _check_arguments(args: DescentArguments) -> None:
 
 def _measured_chance(layers: LayerLosses, batches: Iterator[Mapping[str, Any]]) -> float | None:
     """The loss of the best constant prediction of the labels of `batches`; `None` where it is not known."""
-    if layers.predictor is None:
+    if layers.chance_loss is None:
         return None
     with contextlib.suppress(ValueError):  # where it is needed, the dual side asks for it
-        return chance_of_batches(layers.task, layers.predictor, batches)
+        return chance_of_batches(layers.task, layers.chance_loss, batches)
     return None

@@ -17,7 +17,7 @@ from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.state import STATE_NAME, DescentState, read_state
 from ..evaluation.scoring import name_of
 from ..logs import get_logger
-from ..losses.constant import find_predictor
+from ..losses.chance_probe import find_chance_loss
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import estimate_sigma
@@ -25,9 +25,9 @@ from ..readout.labels import IGNORE_INDEX, names_of_labels
 from ..readout.replay import output_loss, probing
 from ..readout.stack import inner_model, unwrapped
 from ..runs import RunFolder
-from .checks import check_documents
+from .chance import collated, drawing_apart, is_readable_once, measure_chance
+from .document_checks import check_documents
 from .holdout import HeldOutRows, shuffled
-from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
 from .records import reduced
 
 
@@ -194,7 +194,7 @@ def make_dual(
         chance=_loss_at_chance(trainer, layers, inputs, problem, saves_dual),
         device=trainer.args.device,
         held_out=_rows_of_multipliers(trainer, dual_dataset),
-        constant=layers.predictor,
+        constant=layers.chance_loss,
     )
 
     if saves_dual:
@@ -229,10 +229,10 @@ def _loss_at_chance(
         chance = problem.get("initial_loss_bound")  # version 0.1 measured f_0 in warm-up
 
     try:
-        if layers.predictor is None:
-            find_predictor(task, inputs, outputs)  # raises, and says why
+        if layers.chance_loss is None:
+            find_chance_loss(task, inputs, outputs)  # raises, and says why
         elif chance is None:
-            chance = measure_chance(trainer, task, layers.predictor, _rows_at_hand(trainer))
+            chance = measure_chance(trainer, task, layers.chance_loss, _rows_at_hand(trainer))
     except ValueError:
         is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
         if is_constrained and chance is None and args.initial_loss_bound == "auto":

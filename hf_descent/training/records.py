@@ -13,7 +13,7 @@ from transformers import Trainer
 from ..evaluation import Certificate, LayerProfile
 from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import Result
-from ..losses.constant import ConstantPredictor
+from ..losses.chance import ChanceLoss
 from ..losses.layerwise import MeasuredLosses, StepLosses
 from ..losses.task import TaskLoss
 
@@ -99,11 +99,9 @@ class EvaluationTotals:
     rows: RowSums = field(default_factory=RowSums)
     items: torch.Tensor | int = 0
     batches: int = 0
-    labels: ConstantPredictor | None = None  # of which the loss at chance is known
+    labels: ChanceLoss | None = None  # of which the loss at chance is known
 
-    def plus(
-        self, losses: MeasuredLosses, labels: ConstantPredictor | None = None
-    ) -> "EvaluationTotals":
+    def plus(self, losses: MeasuredLosses, labels: ChanceLoss | None = None) -> "EvaluationTotals":
         """These, with a batch more."""
         if labels is not None:
             labels = labels.plus(self.labels)

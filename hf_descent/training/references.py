@@ -21,8 +21,8 @@ from ..evaluation.price import START, WARMUP, Reference
 from ..files import atomic_write
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import unwrapped
+from .chance import drawing_apart
 from .evaluation import Reading, is_labelled, rows_counted_once, without_repeats
-from .initial_loss import drawing_apart
 from .records import evaluation_sets
 
 

@@ -22,7 +22,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DescentState
 from hf_descent.evaluation import Certificate
-from hf_descent.losses.constant import ConstantPredictor
+from hf_descent.losses.chance import ChanceLoss
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.training.evaluation import EvaluatedRows, feasible_score, layer_metrics
 
@@ -52,7 +52,7 @@ def measured(state, losses, spread=0.0, rows=40):
     """The metrics of an evaluation whose rows of 10 items have these layer losses, give or take."""
     noise = np.random.default_rng(0).normal(size=(rows, 1)) * spread
     sums = np.concatenate([10 * (np.array(losses) + noise), np.full((rows, 1), 10.0)], axis=1)
-    labels = ConstantPredictor(3, moments=torch.tensor([[4.0, 4.0, 4.0]]))  # chance: log 3
+    labels = ChanceLoss(3, moments=torch.tensor([[4.0, 4.0, 4.0]]))  # chance: log 3
     return layer_metrics(state, EvaluatedRows(sums, 10 * rows), labels, "eval")[0]
 
 

@@ -121,7 +121,7 @@ def across_rows(outputs, labels, num_items_in_batch=None):
 def test_a_custom_loss_is_called_on_each_row_and_one_across_rows_makes_the_batch_a_row(across):
     model, (_, batch) = spread(bert()).eval(), CASES["classes"]
     layers, found = measured(model, batch, loss_fn=scaled)
-    assert layers.predictor is None and bool(found.is_split) and len(found.rows) == 6
+    assert layers.chance_loss is None and bool(found.is_split) and len(found.rows) == 6
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     expected = F.cross_entropy(logits, batch["labels"], reduction="none").square()

@@ -26,7 +26,7 @@ from hf_descent import DescentProblem, DescentTrainer, layer_profile
 from hf_descent.constraints.objectives import OBJECTIVES
 from hf_descent.evaluation import layer_profiles
 from hf_descent.evaluation.row_sums import RowSums
-from hf_descent.losses.constant import entropy
+from hf_descent.losses.chance import entropy
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.runs import RunFolder
 

@@ -20,16 +20,15 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
-from ..losses.constant import ConstantPredictor, unmeasurable
+from ..losses.chance import ChanceLoss, unmeasurable
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from ..readout.tape import assigned
 from .records import reduced
 
 
-SEED = (
-    0  # of the rows, and of what a collator draws: runs that differ by their seed have the same f_0
-)
+# Of the rows, and of what a collator draws: runs that differ by their seed have the same f_0.
+SEED = 0
 
 
 def is_readable_once(dataset) -> bool:
@@ -41,13 +40,15 @@ def is_readable_once(dataset) -> bool:
 def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
     """Training goes on as if nothing had been drawn inside; collators may have a generator of their own."""
     collator = trainer.data_collator
-    generators = [(collator, "generator")] if hasattr(collator, "generator") else []
+    generators = []
+    if hasattr(collator, "generator"):
+        generators.append((collator, "generator"))
     with probing(model), assigned(generators, copy.deepcopy(getattr(collator, "generator", None))):
         transformers.set_seed(seed)
         yield
 
 
-def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredictor, data) -> float:
+def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, data) -> float:
     """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; of a
     denoiser that of its noisy input, where it is less.
 
@@ -56,42 +57,50 @@ def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredicto
     args = trainer.args
     if data is None or is_readable_once(data):
         raise unmeasurable("data that can be read only once")
-    low, high = (2 * levels_of("noise_gamma", args.noise_gamma))[:2]
+    levels = levels_of("noise_gamma", args.noise_gamma)
+    low = levels[0]
+    high = levels[-1]
     mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
-    is_noisy = predictor.signal is not None and mean_square > 0
     with drawing_apart(trainer, task.model):
-        predictor = replace(
-            predictor, noise_variance=mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0
-        )
-        chance = chance_of_batches(task, predictor, collated(trainer, data, predictor.enough))
+        noise_variance = 0.0
+        if chance_loss.signal is not None and mean_square > 0:
+            noise_variance = mean_square * trainer.noise_sigma() ** 2
+        chance_loss = replace(chance_loss, noise_variance=noise_variance)
+        chance = chance_of_batches(task, chance_loss, collated(trainer, data, chance_loss.enough))
     # One value for all, also where each process has a part of a stream to itself.
     return reduced(trainer, torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
 
 
 def chance_of_batches(
-    task: TaskLoss, predictor: ConstantPredictor, batches: Iterable[Mapping[str, Any]]
+    task: TaskLoss, chance_loss: ChanceLoss, batches: Iterable[Mapping[str, Any]]
 ) -> float:
     """The loss of the best constant prediction of the first labels of `batches`, as many as are `enough`."""
-    predictor, missing = replace(predictor), predictor.enough  # a copy, to count in
+    chance_loss = replace(chance_loss)  # a copy, to count in
+    missing = chance_loss.enough
     for batch in batches:
-        if (answers := task.answers(batch)) is None:
+        answers = task.answers(batch)
+        if answers is None:
             raise unmeasurable("batches that get their labels later")
-        missing -= predictor.update(answers, batch.get(predictor.signal))
+        missing -= chance_loss.update(answers, batch.get(chance_loss.signal))
         if missing <= 0:
             break
-    return predictor.loss()
+    return chance_loss.loss()
 
 
 def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, Any]]:
     """Batches of at most `most_rows` rows as training collates them, the same on all processes: spread evenly over the
     data, in random order; of a stream the first."""
-    is_stream = isinstance(data, IterableDataset) or not has_length(data)
-    if not is_stream:
+    if isinstance(data, IterableDataset) or not has_length(data):
+        rows = islice(data, most_rows)
+    else:
         chosen = np.linspace(0, len(data) - 1, min(len(data), most_rows)).astype(int)
         data = Subset(data, np.random.default_rng(SEED).permutation(chosen).tolist())
-    collate = trainer.get_test_dataloader(
-        data
-    ).collate_fn  # leaves columns out that the model does not take
-    rows = islice(data, most_rows) if is_stream else map(data.__getitem__, range(len(data)))
-    while batch := list(islice(rows, trainer.args.train_batch_size)):
+        rows = map(data.__getitem__, range(len(data)))
+    # Leaves columns out that the model does not take.
+    collate = trainer.get_test_dataloader(data).collate_fn
+
+    size = trainer.args.train_batch_size
+    batch = list(islice(rows, size))
+    while batch:
         yield collate(batch)
+        batch = list(islice(rows, size))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from scipy.special import entr
 
-from hf_descent.losses.constant import ConstantPredictor
+from hf_descent.losses.chance import ChanceLoss
 
 
 def best_constant_loss(loss, shape):
@@ -27,13 +27,13 @@ def best_constant_loss(loss, shape):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_classification_is_the_best_constant_prediction(smoothing):
     labels = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([1800, 900, 300]))
-    predictor = ConstantPredictor(3, label_smoothing=smoothing)
+    chance_loss = ChanceLoss(3, label_smoothing=smoothing)
     for chunk in labels.split(500):
-        predictor.update(chunk)
+        chance_loss.update(chunk)
     expected = best_constant_loss(
         lambda logits: F.cross_entropy(logits.expand(3000, 3), labels, label_smoothing=smoothing), 3
     )
-    assert predictor.loss() == pytest.approx(expected, rel=1e-3)
+    assert chance_loss.loss() == pytest.approx(expected, rel=1e-3)
 
 
 def zipf(classes, power=1.0):
@@ -76,9 +76,9 @@ def test_labels_tell_the_loss_within_one_percent_in_the_mean_of_their_draws(
     truth, found = entr(smoothed).sum(), []
     for seed in range(20 if size <= 2000 else 4):
         counts = np.random.default_rng(seed).multinomial(size, probabilities)
-        predictor = ConstantPredictor(len(probabilities), label_smoothing=smoothing)
-        predictor.update(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
-        found.append(predictor.loss())
+        chance_loss = ChanceLoss(len(probabilities), label_smoothing=smoothing)
+        chance_loss.update(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
+        found.append(chance_loss.loss())
     assert max(found) <= math.log(len(probabilities)) + 1e-9
     # All probabilities known, another draw of 2,000 labels alone would move their mean loss by up to 2 %.
     surprise = -np.log(smoothed, where=smoothed > 0, out=np.zeros_like(smoothed))
@@ -89,52 +89,54 @@ def test_labels_tell_the_loss_within_one_percent_in_the_mean_of_their_draws(
 
 
 def test_ignored_labels_do_not_count():
-    predictors = ConstantPredictor(2), ConstantPredictor(2)
-    assert predictors[0].update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(20, 1)) == 60
-    assert predictors[1].update(torch.tensor([0, 1, 1]).repeat(20)) == 60
-    assert predictors[0].loss() == predictors[1].loss() == pytest.approx(0.6365, rel=0.02)
+    chance_losses = ChanceLoss(2), ChanceLoss(2)
+    assert (
+        chance_losses[0].update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(20, 1)) == 60
+    )
+    assert chance_losses[1].update(torch.tensor([0, 1, 1]).repeat(20)) == 60
+    assert chance_losses[0].loss() == chance_losses[1].loss() == pytest.approx(0.6365, rel=0.02)
 
 
 @pytest.mark.parametrize("labels", [[], [-100, -100], [1, 1, 1]])
 def test_labels_that_are_missing_or_all_alike_are_an_error(labels):
-    predictor = ConstantPredictor(3)
-    predictor.update(torch.tensor(labels, dtype=torch.long))
+    chance_loss = ChanceLoss(3)
+    chance_loss.update(torch.tensor(labels, dtype=torch.long))
     with pytest.raises(ValueError, match="initial_loss_bound"):
-        predictor.loss()
+        chance_loss.loss()
 
 
 def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
     labels = torch.randn(200, 2) * torch.tensor([1.0, 3.0]) + 5
-    predictor = ConstantPredictor(2, "numbers")
-    predictor.update(labels)
+    chance_loss = ChanceLoss(2, "numbers")
+    chance_loss.update(labels)
     expected = best_constant_loss(
         lambda constant: F.mse_loss(constant.expand(200, 2), labels.double()), 2
     )
-    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+    assert chance_loss.loss() == pytest.approx(expected, rel=1e-5)
 
     labels = (torch.rand(200, 3) < torch.tensor([0.2, 0.5, 0.9])).float()
-    predictor = ConstantPredictor(3, "multi_label")
-    predictor.update(labels)
+    chance_loss = ChanceLoss(3, "multi_label")
+    chance_loss.update(labels)
     expected = best_constant_loss(
         lambda logits: F.binary_cross_entropy_with_logits(logits.expand(200, 3), labels.double()), 3
     )
-    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+    assert chance_loss.loss() == pytest.approx(expected, rel=1e-5)
 
 
 def test_both_ends_of_an_answer_count():
-    predictor = ConstantPredictor(64, "positions")
-    predictor.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
-    predictor.update(torch.full((100, 2), 64))  # beyond the text
-    assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
-    predictor = ConstantPredictor(64, "positions")
+    chance_loss = ChanceLoss(64, "positions")
+    chance_loss.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
+    chance_loss.update(torch.full((100, 2), 64))  # beyond the text
+    assert chance_loss.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
+    chance_loss = ChanceLoss(64, "positions")
     for length, count in (
         (2, 400),
         (32, 25),
     ):  # of short texts and long ones, whose places are all alike to a model
-        predictor.update(
+        chance_loss.update(
             torch.arange(length).repeat(count)[:, None].expand(-1, 2), torch.zeros(1, length)
         )
-    assert predictor.loss() == pytest.approx((math.log(2) + math.log(32)) / 2, rel=1e-5)
+    assert chance_loss.loss() == pytest.approx((math.log(2) + math.log(32)) / 2, rel=1e-5)
 
 
 def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one():
@@ -145,14 +147,14 @@ def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one
         (clean + 5, 2 * clean.var(0).mean()),
         (clean, 2.0),
     ):
-        predictor = ConstantPredictor(4, "numbers", scale=2.0)
+        chance_loss = ChanceLoss(4, "numbers", scale=2.0)
         for rows, signal in zip(clean.split(1000), given.split(1000)):
-            predictor.update(rows, signal)
-        assert predictor.loss() == pytest.approx(float(expected), rel=0.05)
+            chance_loss.update(rows, signal)
+        assert chance_loss.loss() == pytest.approx(float(expected), rel=0.05)
 
 
 def test_numbers_in_rows_of_several_lengths_have_no_known_chance():
-    parts = [ConstantPredictor(1, "numbers") for _ in range(3)]
+    parts = [ChanceLoss(1, "numbers") for _ in range(3)]
     for part, length in zip(parts, (4, 4, 5)):
         part.update(torch.randn(3, length))
     assert parts[0].plus(parts[1]).least() > 0 == parts[0].plus(parts[2]).least()

@@ -75,11 +75,12 @@ def _check_processes(trainer: Trainer) -> None:
         raise ValueError(
             "`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out."
         )
-    fsdp_plugin = trainer.accelerator.state.fsdp_plugin
-    if trainer.is_fsdp_enabled and getattr(fsdp_plugin, "fsdp_version", 1) < 2:
-        raise ValueError(
-            "FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`."
-        )
+    if trainer.is_fsdp_enabled:
+        plugin = trainer.accelerator.state.fsdp_plugin
+        if getattr(plugin, "fsdp_version", 1) < 2:
+            raise ValueError(
+                "FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`."
+            )
     sizes = {
         "Tensor": trainer.get_tp_size(),
         "Context": trainer.get_cp_size(),

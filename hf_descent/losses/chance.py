@@ -80,9 +80,9 @@ class ChanceLoss:
             number = len(ends[0])
             if signal is not None:
                 length = min(signal.shape[1], self.num_classes - 1)
-                ends.append(torch.full_like(ends[0], length))
-            counts = [end.bincount(minlength=self.num_classes) for end in ends]
-            moments = torch.stack(counts).double()
+                ends.append(np.full_like(ends[0], length))
+            counts = [np.bincount(end, minlength=self.num_classes) for end in ends]
+            moments = torch.from_numpy(np.stack(counts).astype(np.float64))
 
         if self.moments is None:
             self.moments = moments
@@ -92,10 +92,10 @@ class ChanceLoss:
             raise unmeasurable("labels that are numbers in rows of several lengths")
         return number
 
-    def _ends(self, labels: torch.Tensor) -> list[torch.Tensor]:
-        """The whole labels that count, `[labels]`; of answers one tensor for each end."""
+    def _ends(self, labels: torch.Tensor) -> list[np.ndarray]:
+        """The whole labels that count, `[labels]`; of answers one array for each end."""
         per_answer = 2 if self.kind == "positions" else 1
-        ends = labels.cpu().reshape(-1, per_answer).unbind(-1)
+        ends = labels.cpu().numpy().reshape(-1, per_answer).T
         return [end[(end >= 0) & (end < self.num_classes)] for end in ends]
 
     def loss(self) -> float:

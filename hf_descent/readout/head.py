@@ -22,6 +22,7 @@ from .labels import are_token_labels, documents_of, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import (
+    Call,
     errors_explained,
     inner_model,
     intercepted,
@@ -43,15 +44,22 @@ class HeadReadout:
     def __init__(
         self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool
     ):
-        self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
-        self.head_loss, self.shifts_labels = head_loss, shifts
-        self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
+        self.replay = replay
+        self.num_layers = replay.num_layers
+        self.vocab_size = head.out_features
+        self.head_loss = head_loss
+        self.shifts_labels = shifts
+        self._model = replay.model
+        self._stack = replay.stack
+        self._norm = norm
+        self._head = head
         # Of "aux_loss". A model keeps what it has read from its config, which may have been changed since.
         configured = getattr(_text_config(self._model), "router_aux_loss_coef", 0.0)
         self.router_loss_weight = getattr(
             inner_model(self._model), "router_aux_loss_coef", configured
         )
-        self._workspace, self._autocast = Workspace(), None
+        self._workspace = Workspace()
+        self._autocast = None
 
     @classmethod
     def probe(
@@ -82,13 +90,11 @@ class HeadReadout:
         self, inputs, fraction=1.0, generator: torch.Generator | None = None, same=False
     ) -> LabelledTokens:
         """The labelled tokens of a batch, with the samples on which its layers are read; `same`: one for all."""
+        samples = 1 if same else self.num_layers - 1
         shifted = inputs.get("shift_labels")
-        labels, shift = (
-            (inputs["labels"], self.shifts_labels) if shifted is None else (shifted, False)
-        )
-        return labelled_tokens(
-            labels, 1 if same else self.num_layers - 1, shift, fraction, generator
-        )
+        if shifted is not None:
+            return labelled_tokens(shifted, samples, False, fraction, generator)
+        return labelled_tokens(inputs["labels"], samples, self.shifts_labels, fraction, generator)
 
     def documents(self, inputs) -> tuple[torch.Tensor, int]:
         """The document of each token `[batch * seq]`, and their number, see [`documents_of`]."""
@@ -115,12 +121,13 @@ class HeadReadout:
 
         def run_head(module, call, *args, **kwargs):
             # Mixed precision ends with the model's forward, before the layers are read.
-            self._autocast = self._autocast or present_autocast(args[0].device.type)
+            device_type = args[0].device.type
+            if self._autocast is None:
+                self._autocast = present_autocast(device_type)
             if keep_logits:
                 return call(*args, **kwargs)
-            with torch.autocast(
-                args[0].device.type, enabled=False
-            ):  # which would cast the weight for no position
+            # Mixed precision would cast the weight for no position.
+            with torch.autocast(device_type, enabled=False):
                 return call(args[0][..., :0, :].to(module.weight.dtype))
 
         def read_out(args, kwargs, outputs):
@@ -143,7 +150,8 @@ class HeadReadout:
     def _read(
         self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs
     ) -> LayerLossSums:
-        hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
+        if layer is not None:
+            hidden_states = [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
         keeps = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with self._autocast, keeps, self._draws_kept():
@@ -162,30 +170,32 @@ class HeadReadout:
     def _check(self, inputs, dtype):
         """Compare the first, a middle and the last layer with their replay, and the own loss with its logits."""
         inputs = _with_hidden_label(inputs)
-        model, name, tiled = self._model, type(self._model).__name__, []
+        model = self._model
+        name = type(model).__name__
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         with errors_explained(f"{name} returns no loss by name:"):
             replayed = torch.stack(
                 self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers)
             )
-        own, tokens = model(**inputs), self.tokens(inputs)
-        loss, aux_loss = own["loss"], own.get("aux_loss") or 0.0
+
+        own = model(**inputs)
+        tokens = self.tokens(inputs)
+        loss = own["loss"]
         # By its own logits, which the reads round in another way: a small part of the loss could hide in that.
         scores = output_logits(own).flatten(0, -2)[tokens.rows].float()  # [tokens, vocab]
-        expected = (
-            nn.functional.cross_entropy(scores, tokens.targets) + self.router_loss_weight * aux_loss
-        )
+        expected = nn.functional.cross_entropy(scores, tokens.targets)
+        if own.get("aux_loss") is not None:
+            expected = expected + self.router_loss_weight * own["aux_loss"]
         del own, scores
 
-        def score(read, outputs, hidden_states):
-            tiled.append(
-                read(tokens).sums[[layer - 1 for layer in layers]] / max(len(tokens.rows), 1)
-            )
+        tiled = []
 
-        with (
-            errors_explained(f"{name} fails when its head is given no position:"),
-            self.attach(score),
-        ):
+        def score(read, outputs, hidden_states):
+            sums = read(tokens).sums[[layer - 1 for layer in layers]]
+            tiled.append(sums / max(len(tokens.rows), 1))
+
+        explained = errors_explained(f"{name} fails when its head is given no position:")
+        with explained, self.attach(score):
             model(**inputs)
         _require_close(
             tiled[0],
@@ -244,7 +254,9 @@ def _scale_before_head(model, tail, received) -> tuple[float, torch.Tensor] | tu
 def _text_config(model):
     """The config of the language model; a model that is not from transformers may have none."""
     config = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return config
 
 
 def _without_labels(model, inputs) -> dict[str, Any]:
@@ -258,7 +270,31 @@ def _without_labels(model, inputs) -> dict[str, Any]:
 
 def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, torch.dtype]:
     """Norm, head, logit transform and precision of the scores of `model`; ValueError if its tail is anything else."""
-    name, layer_ids = type(model).__name__, {id(layer) for layer in stack.layers}
+    name = type(model).__name__
+    logits, last_layer, tail = _logged_tail(model, stack, inputs)
+    last = stack.hidden_state(last_layer.made)  # [batch, seq, hidden]
+    head_call = _find_head(name, tail, (*last.shape[:-1], logits.shape[-1]), logits)
+    head = head_call.module
+    chain = _chain_to_head(model, tail, last, head_call.received[0])
+    norm = _Norm(*chain)
+    _check_nothing_beside(name, tail, norm, head)
+    # This comes before the call below, out of turn, which has ZeRO-3 forget an order of calls that it recorded.
+    _keep_gathered(model, norm, head)
+
+    scores = head_call.made[0]
+    rows = last.flatten(0, -2)  # [batch * seq, hidden]
+    with last_layer.autocast:
+        # Outside a forward, where hooks gather shards.
+        own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)
+    _require_close(
+        own_scores, scores, scores.dtype, f"{name}: norm and head differ on single positions"
+    )
+    return norm, head, _logit_transform(model, inputs, head, scores.dtype), scores.dtype
+
+
+def _logged_tail(model, stack, inputs) -> tuple[torch.Tensor, Call, list[Call]]:
+    """The logits of a forward without labels, the call of its last layer, and those that began after it."""
+    layer_ids = {id(layer) for layer in stack.layers}
     inside = {id(module) for layer in stack.layers for module in layer.modules()} - layer_ids
     outside = [
         module for module in model.modules() if module is not model and id(module) not in inside
@@ -268,27 +304,33 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
         [module for module in outside if isinstance(module, nn.Dropout)],
         lambda module, call, *args, **kwargs: call(*args, **kwargs).clone(),
     )
-    with errors_explained(f"{name} fails without its labels:"), dropouts, logged(outside) as calls:
+    explained = errors_explained(f"{type(model).__name__} fails without its labels:")
+    with explained, dropouts, logged(outside) as calls:
         logits = output_logits(model(**_without_labels(model, inputs)))
     end = max(index for index, call in enumerate(calls) if id(call.module) in layer_ids)
-    last = stack.hidden_state(calls[end].made)  # [batch, seq, hidden]
-    tail = [call for call in calls[end + 1 :] if call.began > end]
+    return logits, calls[end], [call for call in calls[end + 1 :] if call.began > end]
 
-    shape = (*last.shape[:-1], logits.shape[-1])
-    # By what it computes: FSDP2 gives it a class of its own.
-    heads = [
-        call
-        for call in tail
-        if type(call.module).forward is nn.Linear.forward
-        and call.made[0].shape == logits.shape == shape
-    ]
-    if not heads:
-        raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
-    head, reached, scores = heads[-1].module, heads[-1].received[0], heads[-1].made[0]
+
+def _find_head(name: str, tail: list[Call], shape: tuple[int, ...], logits: torch.Tensor) -> Call:
+    """The call of the linear layer that made the logits, of this `shape`."""
+    for call in reversed(tail):
+        # By what it computes: FSDP2 gives it a class of its own.
+        is_linear = type(call.module).forward is nn.Linear.forward
+        if is_linear and call.made[0].shape == logits.shape == shape:
+            return call
+    raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
+
+
+def _chain_to_head(
+    model, tail: list[Call], last: torch.Tensor, received: torch.Tensor
+) -> list[nn.Module]:
+    """The modules that lead from the last layer's hidden state to what the head received, in order."""
     chain = []
-    scale, scaled = _scale_before_head(model, tail, reached)
+    reached = received
+    scale, scaled = _scale_before_head(model, tail, received)
     if scale is not None:
-        chain, reached = [_Scale(scale)], scaled
+        chain = [_Scale(scale)]
+        reached = scaled
     for call in reversed(tail):
         if share_storage(reached, last):
             break
@@ -297,35 +339,33 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
             reached = call.received[0]
     if not share_storage(reached, last):
         raise ValueError(
-            f"{name}: no chain of modules leads from the last layer to the head; a function is between."
+            f"{type(model).__name__}: no chain of modules leads from the last layer to the head; a function is "
+            "between."
         )
-    norm = _Norm(*chain)
+    return chain
+
+
+def _check_nothing_beside(name: str, tail: list[Call], norm: nn.Module, head: nn.Module) -> None:
+    """ValueError where a module of the tail with parameters is neither norm nor head, or acts across positions."""
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
-    for module in (call.module for call in tail):
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    for call in tail:
+        module = call.module
+        used = {id(parameter) for parameter in module.parameters(recurse=False)}
         # An adapter may keep its parameters in a container, which is never called.
-        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        if isinstance(module, _NormBase) or not own | trained <= known:
+        used |= {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        if isinstance(module, _NormBase) or not used <= known:
             raise ValueError(
                 f"{name}: `{type(module).__name__}` acts beside norm and head, or across positions."
             )
 
-    # ZeRO-3, which gathers parameters for the call of their module alone, is to keep these for `model`. This comes
-    # before the call below, out of turn, which has it forget an order of calls that it recorded without them.
+
+def _keep_gathered(model, norm: nn.Module, head: nn.Module) -> None:
+    """Have ZeRO-3, which gathers parameters for the call of their module alone, keep these for the model."""
     for parameter in (*norm.parameters(), *head.parameters()):
         if hasattr(parameter, "ds_id"):
             import deepspeed
 
             deepspeed.zero.register_external_parameter(model, parameter)
-    rows = last.flatten(0, -2)  # [batch * seq, hidden]
-    with calls[end].autocast:
-        own_scores = head(nn.Sequential(*chain)(rows)).view_as(
-            scores
-        )  # outside a forward, where hooks gather shards
-    _require_close(
-        own_scores, scores, scores.dtype, f"{name}: norm and head differ on single positions"
-    )
-    return norm, head, _logit_transform(model, inputs, head, scores.dtype), scores.dtype
 
 
 def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
@@ -350,19 +390,19 @@ def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
     numbers = {
         float(number) for number in config.values() if type(number) in (int, float) and number
     }
-    candidates = [HeadLoss(scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
+    scales = (1.0, *numbers, *(1 / number for number in numbers))
+    candidates = [HeadLoss(scale) for scale in scales]
     candidates += [HeadLoss(softcap=number) for number in numbers]
 
     def transformed(by):
-        return (
-            by.logit_scale * scores
-            if by.softcap is None
-            else by.softcap * torch.tanh(scores / by.softcap)
-        )
+        if by.softcap is None:
+            return by.logit_scale * scores
+        return by.softcap * torch.tanh(scores / by.softcap)
 
-    best = min(
-        candidates, key=lambda candidate: (transformed(candidate) - logits).abs().max().item()
-    )
+    def error(candidate):
+        return (transformed(candidate) - logits).abs().max().item()
+
+    best = min(candidates, key=error)
     _require_close(
         transformed(best),
         logits,
@@ -374,16 +414,20 @@ def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
 
 def _with_hidden_label(inputs) -> dict[str, Any]:
     """The batch with a label at a last position that the attention mask hides: losses that leave it out show here."""
-    labels, mask = inputs["labels"], inputs.get("attention_mask")  # [batch, seq]
+    labels = inputs["labels"]  # [batch, seq]
+    mask = inputs.get("attention_mask")
     if getattr(mask, "shape", None) != labels.shape:
         return dict(inputs)
-    labels, mask = labels.clone(), mask.clone()
-    labels[:, -1], mask[:, -1] = labels.max(), 0
+    labels = labels.clone()
+    labels[:, -1] = labels.max()
+    mask = mask.clone()
+    mask[:, -1] = 0
     return {**inputs, "labels": labels, "attention_mask": mask}
 
 
 def _require_close(value, expected, dtype, message):
     """ValueError unless they are equal up to the rounding of numbers computed in `dtype`."""
-    error, size = (value - expected).abs().max().item(), expected.abs().max().item()
+    error = (value - expected).abs().max().item()
+    size = expected.abs().max().item()
     if not error <= max(1e-4, 4 * torch.finfo(dtype).eps) * size:
         raise ValueError(f"{message} (largest error {error:.3g}, at values up to {size:.3g}).")

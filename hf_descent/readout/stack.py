@@ -31,17 +31,13 @@ class LayerStack:
     layers: list[nn.Module]  # its distinct members
     num_layers: int  # CALLS of them in one forward
     hidden_index: int  # position of the hidden state among the tensors of a layer's output
-    ancestors: list[
-        nn.Module
-    ]  # that contain the stack, without the model itself; they run for real in a replay
-    neighbours: list[
-        nn.Module
-    ]  # the ancestors' children, the layers included; their calls are recorded and answered
-    norms: list[nn.Module]  # of the neighbours, those that may have running statistics
-    adds_images: bool = (
-        False  # whether features of images are added to the output of layers ("deepstack")
-    )
-    clones: bool = False  # whether the model writes into its inputs or outputs of its modules: replays need copies
+    # Modules that contain the stack, without the model itself. They run for real in a replay.
+    ancestors: list[nn.Module]
+    # The ancestors' children, the layers included. Their calls are recorded and answered.
+    neighbours: list[nn.Module]
+    norms: list[nn.Module]  # in the neighbours, those that may have running statistics
+    adds_images: bool = False  # whether features of images are added to the output of layers
+    clones: bool = False  # whether the model writes into its inputs or outputs of its modules
 
     def hidden_state(self, layer_output) -> torch.Tensor:
         """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""
@@ -56,66 +52,71 @@ def find_layer_stack(model, inputs) -> LayerStack:
         for path, module in model.named_modules()
         if _may_be_stack(module)
     }
-    with logged(
-        {id(child): child for children in members.values() for child in children}.values()
-    ) as calls:
+    modules = {id(child): child for children in members.values() for child in children}
+    with logged(modules.values()) as calls:
         hidden_states = _hidden_states(model, inputs)
-
     # The first may be embeddings of another width, the last may have been merged by the tail.
     if len({state.shape for state in hidden_states[1:-1]}) > 1:
-        raise _differing_shapes(
-            model_name, "hidden states", (state.shape for state in hidden_states)
-        )
-    calls_of = {
-        path: [call for call in calls if any(call.module is child for child in children)]
-        for path, children in members.items()
-    }
-    found = _by_hidden_states(calls_of, hidden_states) or _by_chain(
-        calls_of, members, hidden_states
-    )
-    if found is None:
+        raise _differing_shapes(model_name, "hidden states", hidden_states)
+
+    calls_of = {path: _calls_of(children, calls) for path, children in members.items()}
+    place = _by_hidden_states(calls_of, hidden_states)
+    if place is None:
+        place = _by_chain(calls_of, members, hidden_states)
+    if place is None:
         raise ValueError(
             f"{model_name} has no stack of layers: run those of an nn.ModuleList one after the other."
         )
-    name, hidden_index = found
-    states = [call.made[hidden_index] for call in calls_of[name]]
-    first_input = max(
-        calls_of[name][0].received, key=lambda tensor: tensor.shape == states[0].shape
-    )
-    if len({state.shape for state in (first_input, *states)}) > 1:
-        raise _differing_shapes(
-            model_name, f"states through `{name}`", (t.shape for t in (first_input, *states))
-        )
-    if not _follow_one_another(states, hidden_states) and not _is_chain(
-        calls_of[name], hidden_index
-    ):
+    name, hidden_index = place
+    num_layers = _check_stack(model_name, name, calls_of[name], hidden_index, hidden_states)
+    return _stack_at(model, name, members[name], num_layers, hidden_index)
+
+
+def _calls_of(children: list[nn.Module], calls: "list[Call]") -> "list[Call]":
+    own = {id(child) for child in children}
+    return [call for call in calls if id(call.module) in own]
+
+
+def _check_stack(
+    model_name: str,
+    name: str,
+    calls: "list[Call]",
+    hidden_index: int,
+    hidden_states: list[torch.Tensor],
+) -> int:
+    """The number of layers, which are the `calls` of the members of the container `name`; ValueError where they differ
+    in width or length, or do not run one after the other."""
+    states = [call.made[hidden_index] for call in calls]
+    first_input = max(calls[0].received, key=lambda tensor: tensor.shape == states[0].shape)
+    through = [first_input, *states]
+    if len({state.shape for state in through}) > 1:
+        raise _differing_shapes(model_name, f"states through `{name}`", through)
+    if not _follow_one_another(states, hidden_states) and not _is_chain(calls, hidden_index):
         raise ValueError(
             f"{model_name}: the layers of `{name}` do not run one after the other; use one stack."
         )
+    return len(states)
 
+
+def _stack_at(
+    model: nn.Module, name: str, members: list[nn.Module], num_layers: int, hidden_index: int
+) -> LayerStack:
+    """The stack in the container `name` of the model, with the modules around it."""
     path = list(accumulate(name.split("."), getattr, initial=model))
+    on_path = {id(ancestor) for ancestor in path}
     children = {id(child): child for ancestor in path for child in called_children(ancestor)}
-    neighbours = [
-        child for child in children.values() if not any(child is ancestor for ancestor in path)
-    ]
+    neighbours = [child for child in children.values() if id(child) not in on_path]
+    inside = [module for child in neighbours for module in child.modules()]
+    arguments = [name for module in path for name in inspect.signature(module.forward).parameters]
     return LayerStack(
         name=name,
-        layers=list({id(layer): layer for layer in members[name]}.values()),
-        num_layers=len(states),
+        layers=list({id(layer): layer for layer in members}.values()),
+        num_layers=num_layers,
         hidden_index=hidden_index,
         ancestors=path[1:],
         neighbours=neighbours,
-        norms=[
-            module
-            for child in neighbours
-            for module in child.modules()
-            if isinstance(module, _NormBase)
-        ],
-        adds_images=any(
-            "deepstack" in name
-            for each in path
-            for name in inspect.signature(each.forward).parameters
-        ),
+        norms=[module for module in inside if isinstance(module, _NormBase)],
+        adds_images=any("deepstack" in name for name in arguments),
     )
 
 
@@ -123,13 +124,17 @@ def unwrapped(model: nn.Module, **options: bool) -> nn.Module:
     """The model inside the wrappers of DDP, FSDP and DeepSpeed, as `extract_model_from_parallel` gives it."""
     # That looks through the installed packages first, which takes milliseconds at each step.
     is_wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
-    return extract_model_from_parallel(model, **options) if is_wrapped else model
+    if not is_wrapped:
+        return model
+    return extract_model_from_parallel(model, **options)
 
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The transformers model inside DDP, compile and PEFT wrappers, which `generate` calls past its PEFT wrapper."""
     model = unwrapped(model, keep_torch_compile=False)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 def embeddings(model: nn.Module, which: str) -> nn.Module | None:
@@ -182,7 +187,8 @@ class Call(NamedTuple):
 @contextmanager
 def logged(modules):
     """The [`Call`]s of `modules` inside, a list in order of their completion."""
-    calls, running = [], set()
+    calls = []
+    running = set()
 
     def log(module, call, *args, **kwargs):
         if id(module) in running:  # `__call__` on its way to `forward`
@@ -194,7 +200,9 @@ def logged(modules):
         finally:
             running.discard(id(module))
         made = tensors(output)
-        autocast = present_autocast(made[0].device.type) if made else None
+        autocast = None
+        if made:
+            autocast = present_autocast(made[0].device.type)
         calls.append(Call(module, began, tensors((args, kwargs)), made, autocast))
         return output
 
@@ -251,10 +259,8 @@ def called_children(module):
 
 def _hidden_states(model, inputs):
     outputs = None
-    if (
-        hasattr(model, "config")
-        or "output_hidden_states" in inspect.signature(model.forward).parameters
-    ):
+    arguments = inspect.signature(model.forward).parameters
+    if hasattr(model, "config") or "output_hidden_states" in arguments:
         # A forward without that argument raises TypeError.
         with suppress(TypeError):
             outputs = model(**{**inputs, "output_hidden_states": True})
@@ -262,28 +268,33 @@ def _hidden_states(model, inputs):
         outputs = model(**inputs)
     if not isinstance(outputs, dict):
         return []
-    states = outputs.get("decoder_hidden_states") or outputs.get("hidden_states") or ()
-    return [state for state in states if isinstance(state, torch.Tensor)]
+    for name in ("decoder_hidden_states", "hidden_states"):
+        states = outputs.get(name)
+        if states:
+            return [state for state in states if isinstance(state, torch.Tensor)]
+    return []
 
 
 def _by_hidden_states(calls_of, hidden_states):
     """(name, index of the hidden state in the output) of the container that made most of the hidden states."""
     for same in (share_storage, _equal):
+        matches = {name: _matches(calls, hidden_states, same) for name, calls in calls_of.items()}
         # max() keeps the first of equals, and outer containers come first
-        matches = {
-            name: {
-                k: j
-                for k, state in enumerate(hidden_states)
-                for call in calls
-                for j, tensor in enumerate(call.made)
-                if same(tensor, state)
-            }
-            for name, calls in calls_of.items()
-        }
         name = max(matches, key=lambda path: len(matches[path]), default=None)
         if name is not None and matches[name]:
             return name, Counter(matches[name].values()).most_common(1)[0][0]
     return None
+
+
+def _matches(calls, hidden_states, same) -> dict[int, int]:
+    """The number of each hidden state that one of the calls made -> its index in the output of that call."""
+    indices = {}
+    for number, state in enumerate(hidden_states):
+        for call in calls:
+            for index, tensor in enumerate(call.made):
+                if same(tensor, state):
+                    indices[number] = index
+    return indices
 
 
 def _by_chain(calls_of, members, hidden_states):
@@ -291,39 +302,37 @@ def _by_chain(calls_of, members, hidden_states):
     that with the largest layers: a decoder before its encoder, no small head."""
 
     def rank(name):
-        size = sum(p.numel() for child in members[name] for p in child.parameters()) / len(
-            members[name]
-        )
         received = calls_of[name][0].received
-        return any(
-            _equal(tensor, state) for tensor in received for state in hidden_states[:1]
-        ), size
+        begins = any(_equal(tensor, state) for tensor in received for state in hidden_states[:1])
+        sizes = [weight.numel() for child in members[name] for weight in child.parameters()]
+        return begins, sum(sizes) / len(members[name])
 
     chains = [name for name, calls in calls_of.items() if calls and _is_chain(calls, 0)]
-    return (max(chains, key=rank), 0) if chains else None
+    if not chains:
+        return None
+    return max(chains, key=rank), 0
 
 
 def _is_chain(calls, index):
     """Whether each call receives the hidden state that the call before returned, and keeps its shape."""
-    return all(
-        len(call.made) > index
-        and any(tensor.shape == call.made[index].shape for tensor in call.received)
-        for call in calls
-    ) and all(
-        any(share_storage(before.made[index], tensor) for tensor in call.received)
-        for before, call in pairwise(calls)
-    )
+    for call in calls:
+        if len(call.made) <= index:
+            return False
+        if all(tensor.shape != call.made[index].shape for tensor in call.received):
+            return False
+    for before, call in pairwise(calls):
+        if not any(share_storage(before.made[index], tensor) for tensor in call.received):
+            return False
+    return True
 
 
 def _follow_one_another(states, hidden_states):
     """Whether `states` are the model's hidden states in order, with or without embeddings and up to a final norm."""
-    return any(
-        len(hidden_states) == len(states) + first
-        and all(
-            _equal(state, reported) for state, reported in zip(states[:-1], hidden_states[first:])
-        )
-        for first in (0, 1)
-    )
+    first = len(hidden_states) - len(states)
+    if first not in (0, 1):
+        return False
+    reported = hidden_states[first:]
+    return all(_equal(state, other) for state, other in zip(states[:-1], reported))
 
 
 def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -332,13 +341,12 @@ def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _equal(a, b):
-    return a.shape == b.shape and torch.equal(
-        a, b.to(a.device)
-    )  # the layers of one model may be on several
+    # The layers of one model may be on several devices.
+    return a.shape == b.shape and torch.equal(a, b.to(a.device))
 
 
-def _differing_shapes(model_name, what, shapes):
-    shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+def _differing_shapes(model_name: str, what: str, states: list[torch.Tensor]) -> ValueError:
+    shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(s.shape for s in states))
     return ValueError(
         f"{model_name}: {what} differ in shape ({shapes}); use an architecture whose layers keep width and length."
     )

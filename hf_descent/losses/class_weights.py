@@ -51,18 +51,23 @@ def find_class_weights(
     """The weights of the task loss on a batch with labels `name` and the model's outputs on it; `None` where it is no
     weighted cross-entropy, or of too many classes to try."""
     classes = output_logits(outputs).shape[-1]
-    most = MOST_FORWARD if task.loss_fn is None else MOST_CALLS
+    most = MOST_FORWARD
+    if task.loss_fn is not None:
+        most = MOST_CALLS
     if task.smoother is not None or classes > most:
         return None
+
     trial = _Trial(task, inputs, name)
-    found = _of_binary_labels(trial, classes) if multi_label else _of_classes(trial, classes)
-    if found is None or not (np.isfinite(found.values) & (found.values > 0)).all():
+    find_weights = _of_binary_labels if multi_label else _of_classes
+    weights = find_weights(trial, classes)
+    if weights is None or not (np.isfinite(weights.values) & (weights.values > 0)).all():
         return None
     # Without the rounding errors of this batch: a resumed run measures on another.
-    found.values = np.array([float(f"{value:.4g}") for value in found.values.flat]).reshape(
-        found.values.shape
-    )
-    return found if _agrees(trial, found, classes, multi_label) else None
+    rounded = [float(f"{value:.4g}") for value in weights.values.flat]
+    weights.values = np.array(rounded).reshape(weights.values.shape)
+    if not _agrees(trial, weights, classes, multi_label):
+        return None
+    return weights
 
 
 class _Trial:
@@ -73,9 +78,12 @@ class _Trial:
         repeats = max(2, -(-LEAST_LABELS // max(1, counted)))
 
         def repeated(value):
-            return value.repeat_interleave(repeats, 0) if value.dim() else value
+            if not value.dim():
+                return value
+            return value.repeat_interleave(repeats, 0)
 
-        self._task, self._name = task, name
+        self._task = task
+        self._name = name
         self._inputs = map_tensors(repeated, dict(inputs))
         self._outputs = None  # that a custom loss is tried on
         self.counted = self._inputs[name] != IGNORE_INDEX
@@ -88,12 +96,13 @@ class _Trial:
         """The loss, and the logits and labels that it compares."""
         batch = {**self._inputs, self._name: labels}
         if self._task.loss_fn is None:
-            outputs, items = self._model_outputs(batch), None
+            outputs = self._model_outputs(batch)
+            loss = self._task(outputs, batch, None)
         else:
             if self._outputs is None:
                 self._outputs = _far_apart(self._model_outputs(batch))
-            outputs, items = self._outputs, self._task.count(batch)
-        loss = self._task(outputs, batch, items)
+            outputs = self._outputs
+            loss = self._task(outputs, batch, self._task.count(batch))
         return float(loss), *self._task.predictions(outputs, batch)
 
     def _model_outputs(self, batch):
@@ -116,11 +125,13 @@ def _of_classes(trial: _Trial, classes: int) -> ClassWeights | None:
         alone[label] = loss / losses.mean()
     if not np.allclose(alone, 1, rtol=TOLERANCE):
         return ClassWeights(alone)
+
     place = (trial.counted.flatten().cumsum(0) - 1).view_as(trial.counted)
     values = np.ones(classes)
     for label in range(1, classes):
         loss, losses, labels = _losses(trial, torch.where(place % 2 == 0, label, 0))
-        first, other = losses[labels == 0], losses[labels == label]
+        first = losses[labels == 0]
+        other = losses[labels == label]
         # loss (w n + n_0) = w sum + sum_0
         difference = loss * len(other) - other.sum()
         if abs(difference) < 1e-4 * len(other):  # whatever the weight, the loss would be the same
@@ -133,10 +144,10 @@ def _losses(trial: _Trial, labels: torch.Tensor) -> tuple[float, np.ndarray, np.
     """The loss on the labels, and the unweighted losses of those that count, with these; each `[items]`."""
     labels = torch.where(trial.counted, labels, IGNORE_INDEX).to(trial.labels)
     loss, logits, labels = trial(labels)
-    logits, labels = logits.flatten(0, -2).double(), labels.flatten()
     labelled = labels != IGNORE_INDEX
-    losses = F.cross_entropy(logits[labelled], labels[labelled], reduction="none")
-    return loss, losses.cpu().numpy(), labels[labelled].cpu().numpy()
+    labels = labels[labelled]
+    losses = F.cross_entropy(logits[labelled].double(), labels, reduction="none")
+    return loss, losses.cpu().numpy(), labels.cpu().numpy()
 
 
 def _of_binary_labels(trial: _Trial, classes: int) -> ClassWeights | None:
@@ -144,44 +155,60 @@ def _of_binary_labels(trial: _Trial, classes: int) -> ClassWeights | None:
     zeros = torch.zeros_like(trial.labels)
     patterns = [zeros]
     for label in range(classes):
-        everywhere, somewhere = zeros.clone(), zeros.clone()
+        everywhere = zeros.clone()
         everywhere[:, label] = 1
+        somewhere = zeros.clone()
         somewhere[: len(zeros) // 2, label] = 1
         patterns += [everywhere, somewhere]
-    equations, totals = [], []
+
+    equations = []
+    totals = []
     for pattern in patterns:
         loss, logits, labels = trial(pattern)
         terms = _binary_terms(logits, labels)  # [2, rows, classes]
         equations.append(terms.sum(axis=1).ravel())
         totals.append(loss * labels.numel())
-    found, _, rank, _ = np.linalg.lstsq(np.array(equations), np.array(totals))
-    return ClassWeights(found.reshape(2, classes)) if rank == 2 * classes else None
+    solution, _, rank, _ = np.linalg.lstsq(np.array(equations), np.array(totals))
+    if rank < 2 * classes:
+        return None
+    return ClassWeights(solution.reshape(2, classes))
 
 
 def _binary_terms(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
     """The unweighted losses of labels that are 0, and of those that are 1; float64 `[2, rows, classes]`."""
-    logits, labels = logits.double(), labels.double()
+    logits = logits.double()
+    labels = labels.double()
     terms = torch.stack([(1 - labels) * F.softplus(logits), labels * F.softplus(-logits)])
     return terms.cpu().numpy()
 
 
-def _agrees(trial: _Trial, found: ClassWeights, classes: int, multi_label: bool) -> bool:
+def _agrees(trial: _Trial, weights: ClassWeights, classes: int, multi_label: bool) -> bool:
     """Whether the loss is that of these weights on other labels, too."""
+    values = 2 if multi_label else classes
+    weighted_loss = _weighted_binary_loss if multi_label else _weighted_loss
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
-        labels = torch.randint(
-            2 if multi_label else classes, trial.labels.shape, generator=generator
-        )
-        labels = labels.to(trial.labels)
-        if multi_label:
-            loss, logits, labels = trial(labels)
-            expected = (
-                found.values[:, None] * _binary_terms(logits, labels)
-            ).sum() / labels.numel()
-        else:
-            loss, losses, labels = _losses(trial, labels)
-            weights = found.values[labels]
-            expected = (weights * losses).sum() / (weights.sum() if found.divides else len(losses))
+        labels = torch.randint(values, trial.labels.shape, generator=generator).to(trial.labels)
+        loss, expected = weighted_loss(trial, labels, weights)
         if not np.isclose(loss, expected, rtol=TOLERANCE):
             return False
     return True
+
+
+def _weighted_binary_loss(
+    trial: _Trial, labels: torch.Tensor, weights: ClassWeights
+) -> tuple[float, float]:
+    """The loss on the labels, and what it would be with these weights."""
+    loss, logits, labels = trial(labels)
+    terms = weights.values[:, None] * _binary_terms(logits, labels)
+    return loss, terms.sum() / labels.numel()
+
+
+def _weighted_loss(
+    trial: _Trial, labels: torch.Tensor, weights: ClassWeights
+) -> tuple[float, float]:
+    """As `_weighted_binary_loss`, of labels that are classes."""
+    loss, losses, labels = _losses(trial, labels)
+    of_labels = weights.values[labels]
+    divisor = of_labels.sum() if weights.divides else len(losses)
+    return loss, (of_labels * losses).sum() / divisor

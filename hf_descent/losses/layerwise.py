@@ -72,7 +72,9 @@ class ReplayedLosses:
         chance_loss: ChanceLoss | None,
         token_statistics: bool = False,
     ):
-        self.num_layers, self.task, self.readout = readout.num_layers, task, readout
+        self.num_layers = readout.num_layers
+        self.task = task
+        self.readout = readout
         self.chance_loss = chance_loss
         self._rows = RowLosses(task, chance_loss)
         self._token_statistics = token_statistics
@@ -84,7 +86,9 @@ class ReplayedLosses:
 
     def _measured(self, outputs, inputs, items):
         """A layer's outputs, their loss and that of each row, where it follows from the outputs."""
-        split = self._rows.split(outputs, inputs) if self._rows.has_form else None
+        split = None
+        if self._rows.has_form:
+            split = self._rows.split(outputs, inputs)
         return outputs, self.task(outputs, inputs, items), split
 
     def step(
@@ -121,11 +125,10 @@ class ReplayedLosses:
         given = self.task.model_inputs(inputs)
         if items is not None and self.task.accepts_items:
             given["num_items_in_batch"] = items
-        unweighted = [
-            layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted
-        ]
+        unweighted = _unweighted(objective, self.num_layers)
         with self.readout.attach(read, no_grad_layers=unweighted, score=loss_of):
             outputs = model(**given)
+
         parts = torch.stack(losses).float()  # [layers]
         if items is None:
             parts = torch.where(share > 0, parts, 0.0) * share
@@ -151,17 +154,25 @@ class ReplayedLosses:
         `last_only`: as if there were no other layer than the last, which costs no more than the model itself."""
         count = self.task.count(inputs)
         # As Trainer gives a custom loss those of the batch.
-        items = count if self.task.loss_fn is not None else None
-        losses, splits, scores = [], [], []
+        items = None
+        if self.task.loss_fn is not None:
+            items = count
+        losses = []
+        splits = []
+        scores = []
 
-        def read(layer, found, hidden):
-            outputs, loss, split = found
+        def read(layer, measured, hidden):
+            outputs, loss, split = measured
+            if split is None:
+                split = self._rows.split(outputs, inputs)
             losses.append(loss)
-            splits.append(self._rows.split(outputs, inputs) if split is None else split)
+            splits.append(split)
             if score is not None:
                 scores.append(score(outputs, inputs))
 
-        layers = [self.num_layers] if last_only else None
+        layers = None
+        if last_only:
+            layers = [self.num_layers]
         score_all = partial(self._measured, inputs=inputs, items=items)
         with self.readout.attach(read, layers, score=score_all):
             outputs = model(**self.task.model_inputs(inputs))
@@ -176,10 +187,10 @@ class ReplayedLosses:
             return None
         logits, labels = self.task.predictions(outputs, inputs)
         labelled = labels != IGNORE_INDEX  # [batch, n]
-        logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
-        predicted = Categorical(
-            logits=logits, validate_args=False
-        )  # a check would wait for the device
+        logits = logits[labelled].float()  # [tokens, vocab]
+        targets = labels[labelled]  # [tokens]
+        # A check would wait for the device.
+        predicted = Categorical(logits=logits, validate_args=False)
         return TokenStatistics(
             -predicted.log_prob(targets), predicted.entropy(), logits.argmax(-1) == targets
         )
@@ -198,19 +209,22 @@ class TiledLosses:
         seed=0,
         same=False,
     ):
-        self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
+        self.num_layers = head.num_layers
+        self.task = task
+        self.readout = head.replay
         self.chance_loss = chance_loss
-        self.token_fraction, self._token_statistics = token_fraction, token_statistics
-        self._head, self._seed, self._same = head, seed, same
+        self.token_fraction = token_fraction
+        self._token_statistics = token_statistics
+        self._head = head
+        self._seed = seed
+        self._same = same
 
     def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
         tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), self._same)
         # What the sums of this micro-batch are divided by, to give its mean times its share.
         divisor = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
-        unweighted = [
-            layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted
-        ]
-        found = []
+        unweighted = _unweighted(objective, self.num_layers)
+        read_losses = []
 
         def read_layers(read, outputs, hidden_states):
             for layer, hidden in enumerate(hidden_states, start=1):
@@ -229,7 +243,7 @@ class TiledLosses:
                 value_only=unweighted,
                 token_statistics=self._token_statistics,
             )
-            found.append(losses)
+            read_losses.append(losses)
             # Trainer's label smoothing leaves the router's loss out.
             router = self._head.router_loss_weight
             if self.task.uses_model_loss and router and outputs.get("aux_loss") is not None:
@@ -238,36 +252,46 @@ class TiledLosses:
 
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
-        (losses,) = found
+        (losses,) = read_losses
         return StepLosses(outputs["loss"], losses.sums / divisor, outputs, losses.tokens)
 
     def measure(
         self, model, inputs, score=None, keep_logits=True, key=None, last_only=False
     ) -> MeasuredLosses:
-        sample = () if key is None else (self.token_fraction, self._generator(key), True)
-        tokens = self._head.tokens(inputs, *sample)
+        if key is None:
+            tokens = self._head.tokens(inputs)
+        else:
+            tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), same=True)
         documents = self._head.documents(inputs)
-        found, scores = [], []
+        parts = []  # of all layers at once, or of each
+        scores = []
+
+        def read_together(read):
+            layer = self.num_layers if last_only else None  # of `None` all
+            statistics = self._token_statistics
+            parts.append(
+                read(tokens, layer=layer, documents=documents, token_statistics=statistics)
+            )
+
+        def read_each(read):
+            for layer in range(1, self.num_layers + 1):
+                losses = read(tokens, layer=layer, documents=documents, token_statistics=True)
+                parts.append(losses)
+                scores.append(score(losses.tokens, inputs))
 
         def read_layers(read, outputs, hidden_states):
             if score is None:
-                statistics = self._token_statistics
-                layer = self.num_layers if last_only else None  # of `None` all
-                given = {"layer": layer, "documents": documents, "token_statistics": statistics}
-                found.append(read(tokens, **given))
+                read_together(read)
             else:
-                for layer in range(1, self.num_layers + 1):
-                    found.append(
-                        read(tokens, layer=layer, documents=documents, token_statistics=True)
-                    )
-                    scores.append(score(found[-1].tokens, inputs))
-            return found[-1].sums[-1] / max(len(tokens.rows), 1)
+                read_each(read)
+            return parts[-1].sums[-1] / max(len(tokens.rows), 1)
 
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
-        sums = torch.cat([losses.sums for losses in found])  # [layers]
+
+        sums = torch.cat([losses.sums for losses in parts])  # [layers]
         count = torch.full((), len(tokens.rows), device=sums.device)
-        rows = torch.cat([*(losses.rows for losses in found), found[-1].row_items], dim=1)
+        rows = torch.cat([*(losses.rows for losses in parts), parts[-1].row_items], dim=1)
         return MeasuredLosses(
             sums / count.clamp(min=1),
             count,
@@ -275,19 +299,23 @@ class TiledLosses:
             scores,
             rows,
             torch.ones((), dtype=torch.bool, device=sums.device),
-            found[-1].tokens,
+            parts[-1].tokens,
         )
 
     def _generator(self, key) -> torch.Generator:
         """Depends on where training stands, so that a resumed run draws the tokens of the run that it continues."""
         # One number more than the key of the noise, for a stream of its own.
-        seed = np.random.SeedSequence(self._seed, spawn_key=(*key, 1)).generate_state(1, np.uint64)[
-            0
-        ]
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(*key, 1))
+        (seed,) = sequence.generate_state(1, np.uint64)
         return torch.Generator().manual_seed(int(seed))
 
 
 LayerLosses = ReplayedLosses | TiledLosses
+
+
+def _unweighted(objective: StepObjective, num_layers: int) -> list[int]:
+    """The layers whose losses have no weight in the objective, which need no gradient."""
+    return [layer for layer in range(1, num_layers + 1) if layer not in objective.weighted]
 
 
 def _require_gradient(layer, hidden, objective, readout) -> None:
@@ -350,34 +378,46 @@ def find_layer_losses(
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
-        tiled = HeadReadout.probe(
-            model, inputs, task.shifts_labels, getattr(task.smoother, "epsilon", 0.0)
-        )
+        label_smoothing = getattr(task.smoother, "epsilon", 0.0)
+        tiled = HeadReadout.probe(model, inputs, task.shifts_labels, label_smoothing)
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
             raise ValueError(
                 f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}"
             ) from reason
-        head = "the model's own head" if readout is None else "`readout`"
-        logger.info(f"Layers are read by {head}, run once per layer.")
-        logger.debug(f"They are not read in tiles: {reason}")
-        if trains and readout is not None:
-            logger.warning_once(
-                "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head, and its card gives "
-                "no numbers."
-            )
+        logger.debug(f"The layers are not read in tiles: {reason}")
         if trains:
             task.takes_items = task.divides_by_items(inputs)
         losses = ReplayedLosses(replay, task, chance_loss, token_statistics)
         losses.find_batching(inputs)
+        _report_replay(readout, trains)
         return losses
+
     if token_fraction is None:
-        token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
+        token_fraction = _default_fraction(tiled.vocab_size)
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
     logger.info(f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}.")
     return TiledLosses(
         tiled, task, chance_loss, token_fraction, token_statistics, seed, same_tokens
     )
+
+
+def _report_replay(readout: Callable | None, trains: bool) -> None:
+    if readout is None:
+        logger.info("Layers are read by the model's own head, run once per layer.")
+        return
+    logger.info("Layers are read by `readout`, run once per layer.")
+    if trains:
+        logger.warning_once(
+            "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head, and its card gives "
+            "no numbers."
+        )
+
+
+def _default_fraction(vocab_size: int) -> float:
+    if vocab_size >= LARGE_VOCABULARY:
+        return DEFAULT_TOKEN_FRACTION
+    return 1.0
 
 
 def _chance_loss(model, inputs, task: TaskLoss) -> ChanceLoss | None:

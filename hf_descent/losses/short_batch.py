@@ -23,33 +23,24 @@ def shortened(
     """
     ids = batch.get("input_ids")
     mask = batch.get("attention_mask")
-    embeddings = {id(batch.get(name)) for name in ("inputs_embeds", "decoder_inputs_embeds")}
     inputs = {name: value for name, value in batch.items() if not name.startswith(BORDERS)}
     values = [value for value in tensors(inputs) if value.dim()]
+    of_tokens = _of_tokens(batch, values, labels)
     images = _image_tokens(ids, config)
-
-    def is_of_tokens(value: torch.Tensor) -> bool:
-        # 80 bands of a sound may have the shape of 80 tokens.
-        if value.dim() > 2 and value.is_floating_point() and id(value) not in embeddings:
-            return False
-        if value.shape[:2] != labels.shape:
-            return False
-        return not set(labels.shape[1:]) & set(value.shape[2:])
 
     rows = slice(None)
     same_images = len(images.sum(1).unique()) == 1
     if same_images and all(len(value) == len(labels) for value in values):
         rows = _two_rows(labels, mask)
-
     tokens = slice(None)
-    others = [value for value in values if not is_of_tokens(value)]
+    others = [value for value in values if id(value) not in of_tokens]
     if are_token_labels(labels) and _can_cut_tokens(labels, others, images, config):
         tokens = _few_tokens(images, mask)
 
     def shorten(value: torch.Tensor) -> torch.Tensor:
         if not value.dim():
             return value
-        if value.dim() > 1 and is_of_tokens(value):
+        if value.dim() > 1 and id(value) in of_tokens:
             return value[rows][:, tokens].contiguous()
         return value[rows].contiguous()
 
@@ -57,6 +48,22 @@ def shortened(
     for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & batch.keys():
         found[name] = batch[name].clamp(max=found["labels"].shape[1]).unique()
     return _with_labels_that_count(found, labels, label_names)
+
+
+def _of_tokens(
+    batch: Mapping[str, Any], values: Iterable[torch.Tensor], labels: torch.Tensor
+) -> set[int]:
+    """The ids of the tensors that have a value for each token, as the labels do."""
+    embeddings = {id(batch.get(name)) for name in ("inputs_embeds", "decoder_inputs_embeds")}
+    ids = set()
+    for value in values:
+        # 80 bands of a sound may have the shape of 80 tokens.
+        is_sound = value.dim() > 2 and value.is_floating_point() and id(value) not in embeddings
+        if is_sound or value.shape[:2] != labels.shape:
+            continue
+        if not set(labels.shape[1:]) & set(value.shape[2:]):
+            ids.add(id(value))
+    return ids
 
 
 def _image_tokens(ids: torch.Tensor | None, config: Any) -> torch.Tensor:

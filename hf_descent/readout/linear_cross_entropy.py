@@ -30,9 +30,8 @@ class LabelledTokens(NamedTuple):
 
     rows: torch.Tensor  # [tokens], positions in the flattened [batch * seq]
     targets: torch.Tensor  # [tokens], their classes
-    samples: torch.Tensor | None = (
-        None  # [layers - 1, sampled], or [1, sampled] for all, in `rows`; None: all of them
-    )
+    # [layers - 1, sampled], or [1, sampled] for all, in `rows`; `None`: all of them.
+    samples: torch.Tensor | None = None
 
 
 def labelled_tokens(
@@ -58,7 +57,8 @@ def labelled_tokens(
     size = min(count, max(1, round(fraction * count)))
     samples = None
     if size < count:
-        drawn, needed = torch.randperm(count, generator=generator), num_samples * size
+        drawn = torch.randperm(count, generator=generator)
+        needed = num_samples * size
         samples = drawn.repeat(-(-needed // count))[:needed].view(num_samples, size).to(rows.device)
     return LabelledTokens(rows, labels[rows], samples)
 
@@ -77,7 +77,7 @@ class LayerLossSums(NamedTuple):
     objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
     sums: (
         torch.Tensor
-    )  # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens
+    )  # [layers]; of a sample, an unbiased estimate of that over all labelled tokens
     tokens: TokenStatistics | None = None  # of the last layer, where asked for
     # Where documents are given: their part of the sums `[documents, layers]`, and their tokens `[documents, 1]`.
     rows: torch.Tensor | None = None
@@ -120,11 +120,14 @@ def tiled_layer_losses(
         workspace ([`Workspace`], *optional*): keeps the tile's memory from one call to the next.
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
-    here, there = tokens.rows.device, head.weight.device
+    here = tokens.rows.device
+    there = head.weight.device
     tokens = LabelledTokens(*map_tensors(lambda tensor: tensor.to(there), tuple(tokens)))
     num_tokens = len(tokens.rows)
     trains = weights is not None and torch.is_grad_enabled()
-    reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
+    if workspace is None:
+        workspace = Workspace()
+    reader = TiledReader(norm, head, head_loss, workspace, trains)
     groups = _layer_groups(hidden_states, tokens, value_only, reader)
     *inner, last = groups
     if weights is not None:
@@ -205,9 +208,9 @@ def _samples_of(layers: list[int], samples: torch.Tensor) -> torch.Tensor:
     """The samples of these layers, without a copy where that can be."""
     if len(samples) == 1:
         return samples.expand(len(layers), -1)
-    first, last = layers[0], layers[-1]
-    if last - first == len(layers) - 1:
-        return samples[first : last + 1]
+    first = layers[0]
+    if layers[-1] - first == len(layers) - 1:  # they follow one another
+        return samples[first : first + len(layers)]
     return torch.stack([samples[index] for index in layers])
 
 
@@ -236,15 +239,15 @@ def _sums(groups, is_sampled) -> torch.Tensor:
     of_last = last_losses.sum()
     sums = {}
     for group in inner:
-        found = group.losses.sum(1)  # [group layers]
+        of_group = group.losses.sum(1)  # [group layers]
         if is_sampled:
             # What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: a
             # control variate, which leaves the sums unbiased. The objective goes without: its gradient would weigh the
             # last layer's sampling errors by all multipliers.
             factor = len(last_losses) / max(group.num_tokens, 1)
-            off = found - last_losses[group.part].sum(1)
-            found = of_last + factor * off
-        sums.update(zip(group.layers, found.unbind()))
+            off = of_group - last_losses[group.part].sum(1)
+            of_group = of_last + factor * off
+        sums.update(zip(group.layers, of_group.unbind()))
     return torch.stack([*(sums[index] for index in sorted(sums)), of_last])
 
 
@@ -265,16 +268,16 @@ def _document_sums(
     columns = {}
     for group in inner:
         if group.part is None:
-            found = added_up(group.losses, documents.expand(group.losses.shape))
+            of_group = added_up(group.losses, documents.expand(group.losses.shape))
         else:
             # As of the sums: what is read on a sample is told from the last layer, which is read on all tokens.
             factor = len(last_losses) / max(group.num_tokens, 1)
             off = factor * (group.losses - last_losses[group.part])
-            found = of_last + added_up(off, documents[group.part])
-        columns.update(zip(group.layers, found.unbind()))
+            of_group = of_last + added_up(off, documents[group.part])
+        columns.update(zip(group.layers, of_group.unbind()))
     (items,) = added_up(torch.ones_like(last.losses), documents[None])
-    found = torch.stack([*(columns[index] for index in sorted(columns)), of_last], dim=1)
-    return found, items[:, None]
+    sums = torch.stack([*(columns[index] for index in sorted(columns)), of_last], dim=1)
+    return sums, items[:, None]
 
 
 class _GroupGradient:
@@ -297,7 +300,9 @@ class _RowGradient:
     have one of full size at once."""
 
     def __init__(self, group: _GroupGradient, place: int, rows: torch.Tensor, hidden: torch.Tensor):
-        self.group, self.place, self.rows = group, place, rows.to(hidden.device)
+        self.group = group
+        self.place = place
+        self.rows = rows.to(hidden.device)
         self.device = hidden.device
         self.is_expected = False
         if hidden.requires_grad:
@@ -324,7 +329,8 @@ class _KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, value, rows, gradients, *tensors):
-        ctx.rows, ctx.gradients = rows, gradients
+        ctx.rows = rows
+        ctx.gradients = gradients
         ctx.shapes = [tensor.shape for tensor in tensors[: len(rows)]]
         return value.clone()
 
@@ -335,12 +341,15 @@ class _KnownGradients(torch.autograd.Function):
             raise RuntimeError(
                 "Layer losses take one backward pass: call the model again, without `retain_graph`."
             )
-        gradients, ctx.gradients = ctx.gradients, None
-        hidden = [
-            row and row.expected(grad_value, shape) for row, shape in zip(ctx.rows, ctx.shapes)
-        ]
+        gradients = ctx.gradients
+        ctx.gradients = None
+        hidden = [None] * len(ctx.rows)
+        for index, row in enumerate(ctx.rows):
+            if row is not None:
+                hidden[index] = row.expected(grad_value, ctx.shapes[index])
         for index, gradient in enumerate(gradients):
-            gradients[index] = None if gradient is None else _scaled(gradient, grad_value)
+            if gradient is not None:
+                gradients[index] = _scaled(gradient, grad_value)
         return None, None, None, *hidden, *gradients
 
 

@@ -34,10 +34,9 @@ def output_logits(outputs) -> torch.Tensor:
     if isinstance(outputs, dict):
         if isinstance(outputs.get("logits"), torch.Tensor):
             return outputs["logits"]
-        if outputs.get("start_logits") is not None and outputs.get("end_logits") is not None:
-            return torch.stack(
-                (outputs["start_logits"], outputs["end_logits"]), dim=-1
-            )  # [batch, seq, 2]
+        ends = (outputs.get("start_logits"), outputs.get("end_logits"))
+        if ends[0] is not None and ends[1] is not None:
+            return torch.stack(ends, dim=-1)  # [batch, seq, 2]
     for tensor in tensors(outputs):
         if tensor.is_floating_point() and tensor.dim() > 0:
             return tensor
@@ -48,7 +47,9 @@ def output_logits(outputs) -> torch.Tensor:
 
 def output_loss(outputs):
     """What a model's `outputs` have as the loss: by name, else in the first place."""
-    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+    if isinstance(outputs, Mapping):
+        return outputs.get("loss")
+    return outputs[0]
 
 
 def layer_logits(model, inputs) -> list[torch.Tensor]:
@@ -65,16 +66,15 @@ class Readout:
     """The readout that the L layers of one model share. [`Readout.probe`] builds it, [`Readout.attach`] uses it."""
 
     def __init__(self, model, stack, readout):
-        self.model, self.readout, self.num_layers, self.stack = (
-            model,
-            readout,
-            stack.num_layers,
-            stack,
-        )
+        self.model = model
+        self.readout = readout
+        self.stack = stack
+        self.num_layers = stack.num_layers
         self._adapters = [
             module for module in model.modules() if "_disable_adapters" in vars(module)
         ]
-        self._head, self._active = embeddings(model, "output"), self._active_adapters()
+        self._head = embeddings(model, "output")
+        self._active = self._active_adapters()
         self.is_batched = False  # see `check_batching`
 
     def fits(self, model) -> bool:
@@ -111,7 +111,8 @@ class Readout:
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
             logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
-        readout = pooled_readout(model, readout) if isinstance(readout, str) else readout
+        if isinstance(readout, str):
+            readout = pooled_readout(model, readout)
         self = cls(model, stack, readout)
 
         def check(layer, outputs, hidden):
@@ -145,14 +146,16 @@ class Readout:
 
         In a call, ValueError where the stack does not run L times with gradient.
         """
-        layers = range(1, self.num_layers + 1) if layers is None else sorted(layers)
+        if layers is None:
+            layers = range(1, self.num_layers + 1)
+        layers = sorted(layers)
         tape = Tape(self.model, self.stack, layers_only=self.readout is not None)
 
         def read_out(args, kwargs, outputs):
             self._autocast = tape.autocast
             call = _Call(self, tape, args, kwargs, outputs, score)
-            for layer, found in call.results(layers, no_grad_layers):
-                on_layer(layer, found, self.stack.hidden_state(tape.layer_outputs[layer - 1]))
+            for layer, result in call.results(layers, no_grad_layers):
+                on_layer(layer, result, self.stack.hidden_state(tape.layer_outputs[layer - 1]))
 
         with taped(tape, read_out):
             yield self
@@ -175,8 +178,8 @@ class Readout:
                 # After the forward, in which modules with running statistics would change them.
                 self.model.train(trains)
                 tape.prepare_replays()
-                for layer, found in zip(layers, call.together(layers)):
-                    _require_equal(found, call.alone(layer))
+                for layer, result in zip(layers, call.together(layers)):
+                    _require_equal(result, call.alone(layer))
 
         try:
             with probing(self.model), taped(tape, check):
@@ -191,8 +194,10 @@ class Readout:
         if isinstance(error, RuntimeError) and should_reduce_batch_size(RuntimeError(str(error))):
             raise error
         self.is_batched = False
-        reason = str(error).split("\n")[0][:200]
-        logger.info(f"Layers are read one by one: read together, {reason or type(error).__name__}.")
+        reason = type(error).__name__
+        if str(error):
+            reason = str(error).split("\n")[0][:200]
+        logger.info(f"Layers are read one by one: read together, {reason}.")
 
     def read(self, inputs, score, layers=None) -> list:
         """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
@@ -210,10 +215,8 @@ class Readout:
         own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in own):
             return  # FSDP computes with others, which it gathers from these
-        with (
-            assigned([(parameter, "requires_grad") for parameter in own], False),
-            torch.enable_grad(),
-        ):
+        frozen = assigned([(parameter, "requires_grad") for parameter in own], False)
+        with frozen, torch.enable_grad():
             trains_others = self._user_outputs(hidden, inputs)["logits"].requires_grad
         if trains_others:
             raise ValueError(
@@ -225,39 +228,44 @@ class Readout:
         with self._autocast:  # as if the model called it
             logits = self.readout(self.model, hidden, inputs)
             mixed = torch.is_autocast_enabled(hidden.device.type)
-        if (
-            not isinstance(logits, torch.Tensor)
-            or not logits.is_floating_point()
-            or logits.dim() == 0
-        ):
-            got = (
-                f"{logits.dtype} {list(logits.shape)}"
-                if isinstance(logits, torch.Tensor)
-                else type(logits).__name__
-            )
-            raise ValueError(
-                f"`readout` returned {got}: return a floating tensor of logits, [batch, ...]."
-            )
-        return ModelOutput(logits=logits.to(device=device, dtype=torch.float32 if mixed else None))
+        _check_logits(logits)
+        dtype = torch.float32 if mixed else None
+        return ModelOutput(logits=logits.to(device=device, dtype=dtype))
+
+
+def _check_logits(logits) -> None:
+    """ValueError where what a `readout` returned is no tensor of logits."""
+    if isinstance(logits, torch.Tensor) and logits.is_floating_point() and logits.dim() > 0:
+        return
+    kind = type(logits).__name__
+    if isinstance(logits, torch.Tensor):
+        kind = f"{logits.dtype} {list(logits.shape)}"
+    raise ValueError(
+        f"`readout` returned {kind}: return a floating tensor of logits, [batch, ...]."
+    )
 
 
 class _Call:
     """One recorded call of a readout's model, and what its layers give."""
 
     def __init__(self, readout, tape, args, kwargs, outputs, score=None):
-        self._readout, self._tape, self._score = readout, tape, score
-        self._args, self._kwargs, self._outputs = args, kwargs, outputs
+        self._readout = readout
+        self._tape = tape
+        self._args = args
+        self._kwargs = kwargs
+        self._outputs = outputs
+        self._score = score
 
     def results(self, layers, no_grad_layers=()):
         """(layer, its outputs or their score) of the `layers`, in order."""
         waiting = list(layers)
-        found = {}
+        results = {}
         for group, has_grad in self._groups(layers, no_grad_layers):
             with nullcontext() if has_grad else torch.no_grad():
-                found |= zip(group, self._read(group))
-            while waiting and waiting[0] in found:
+                results.update(zip(group, self._read(group)))
+            while waiting and waiting[0] in results:
                 layer = waiting.pop(0)
-                yield layer, found.pop(layer)
+                yield layer, results.pop(layer)
 
     def together(self, layers):
         """What the layers below the last give, by a single run."""
@@ -276,7 +284,7 @@ class _Call:
         # Outputs with gradient are read one by one: parts of a batch cannot be written into.
         is_batched = self._score is not None or not torch.is_grad_enabled()
         bytes_made = bytes_of(self._outputs)
-        found = []
+        pairs = []
         for has_grad in (True, False):
             chosen = [layer for layer in layers if (layer not in no_grad_layers) == has_grad]
             below = [layer for layer in chosen if layer < self._readout.num_layers]
@@ -286,8 +294,8 @@ class _Call:
                 parts = groups(self._tape.layer_outputs, below, bytes_made, keeps)
             if len(chosen) > len(below):
                 parts.append([self._readout.num_layers])
-            found += [(part, has_grad) for part in parts]
-        return found
+            pairs += [(part, has_grad) for part in parts]
+        return pairs
 
     def _read(self, group):
         if len(group) == 1:
@@ -312,7 +320,9 @@ class _Call:
         return self._scored(own)
 
     def _scored(self, outputs):
-        return outputs if self._score is None else self._score(outputs)
+        if self._score is None:
+            return outputs
+        return self._score(outputs)
 
 
 def _is_sharded(model):
@@ -345,17 +355,15 @@ def _check_replay(model, stack, inputs):
     name = type(model).__name__
     stack.clones |= any(getattr(module, "inplace", False) for module in stack.neighbours)
     # In train mode alone, which is not tried here: speech models mask their features in place.
-    stack.clones |= any(
-        getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules()
-    )
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    stack.clones |= any(getattr(config, "apply_spec_augment", False) for config in configs)
     tape = Tape(model, stack)
 
     def compare(logits, own_logits, what):
         # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
-        rows = zip(logits.split(1), own_logits.split(1))
-        if not all(
-            torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True) for row, own in rows
-        ):
+        for row, own in zip(logits.split(1), own_logits.split(1)):
+            if torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True):
+                continue
             error = (logits - own_logits).abs().max().item()
             raise ValueError(
                 f"{name}, replayed, {what} (largest error {error:.3g}). Pass `readout=`."
@@ -380,16 +388,19 @@ def _check_replay(model, stack, inputs):
             return _check_replay(model, stack, inputs)
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
-        logits, poison = (
-            None,
-            lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t,
-        )
-        tape.give_within_stack = partial(map_tensors, poison)
+        logits = None
+        tape.give_within_stack = partial(map_tensors, _poisoned)
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
 
     with taped(tape, check):
         model(**inputs)
+
+
+def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.full_like(tensor, torch.nan)
 
 
 def has_router_loss(outputs) -> bool:
@@ -402,17 +413,13 @@ def has_router_loss(outputs) -> bool:
 
 def _fingerprint(model):
     """Differs once modules were added, cut or replaced, or a number or flag in a config changed."""
-    configs = {
-        id(m.config): m.config
-        for m in model.modules()
-        if hasattr(getattr(m, "config", None), "__dict__")
-    }
-    counts = [
-        value
-        for config in configs.values()
-        for value in vars(config).values()
-        if isinstance(value, int)
-    ]
+    configs = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "__dict__"):
+            configs[id(config)] = config
+    values = [value for config in configs.values() for value in vars(config).values()]
+    counts = [value for value in values if isinstance(value, int)]
     return tuple(map(id, model.modules())), tuple(counts)
 
 

@@ -48,7 +48,9 @@ class Tape:
     """
 
     def __init__(self, model, stack, layers_only=False):
-        self.model, self.stack, self.phase = model, stack, None
+        self.model = model
+        self.stack = stack
+        self.phase = None
         self.devices = random_state.accelerators(model)
         self.modules = stack.layers if layers_only else stack.neighbours
         # A mask depends on whether there is padding; were each replay to ask, it would wait for the device.
@@ -106,19 +108,21 @@ class Tape:
             noise_disabled(),
             assigned([(self, "phase")], "replay"),
         ):
-            return self.model.forward(
-                *args, **kwargs
-            )  # not __call__: the root's hooks have had their turn
+            # Not `__call__`: the root's hooks have had their turn.
+            return self.model.forward(*args, **kwargs)
 
     def close(self):
         if self.phase is not None:
             self._wrappers.close()
-            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = (
-                self.random_states
-            ) = None
+            self.phase = None
+            self.answers = self.layer_outputs = self.answer = self.pending = None
+            self.random_states = None
 
     def _begin(self, phase):
-        self.phase, self.layer_calls, self.nested, self.in_tail = phase, 0, False, False
+        self.phase = phase
+        self.layer_calls = 0
+        self.nested = False
+        self.in_tail = False
 
     def _call(self, module, call, *args, **kwargs):
         if self.phase == "idle" or self.nested:
@@ -132,7 +136,9 @@ class Tape:
                 random_state.set_torch_states(self.random_states, self.devices)
                 return self.give(self.answer)
             for output in self.pending[id(module)]:
-                return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
+                if self.layer_calls > 0:
+                    return self.give_within_stack(output)
+                return self.give(output)
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
         self.nested = True
         try:

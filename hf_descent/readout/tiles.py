@@ -52,16 +52,16 @@ class Workspace:
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """An uninitialised `[rows, columns]` tensor, valid until the next call."""
+        if not self._holds(rows * columns, dtype, device):
+            self._memory = None  # gone before its successor is allocated
+            self._memory = torch.empty(rows * columns, dtype=dtype, device=device)
+        return self._memory[: rows * columns].view(rows, columns)
+
+    def _holds(self, size: int, dtype: torch.dtype, device: torch.device) -> bool:
         memory = self._memory
-        if (
-            memory is None
-            or memory.numel() < rows * columns
-            or memory.dtype != dtype
-            or memory.device != device
-        ):
-            self._memory = memory = None  # gone before its successor is allocated
-            self._memory = memory = torch.empty(rows * columns, dtype=dtype, device=device)
-        return memory[: rows * columns].view(rows, columns)
+        if memory is None or memory.dtype != dtype or memory.device != device:
+            return False
+        return memory.numel() >= size
 
 
 @dataclasses.dataclass
@@ -72,9 +72,8 @@ class LayerGroup:
     hidden: list[torch.Tensor]  # each [batch, seq, hidden]
     rows: list[torch.Tensor]  # each [tokens], positions in the flattened [batch * seq]
     targets: torch.Tensor  # [layers * tokens]
-    part: torch.Tensor | None = (
-        None  # [layers, tokens], places among all labelled tokens; `None`: all of them
-    )
+    # [layers, tokens], places among all labelled tokens; `None`: all of them.
+    part: torch.Tensor | None = None
     # [layers], the weight of each token up to a factor that all share; `None`: values only.
     coefficients: torch.Tensor | None = None
     losses: torch.Tensor | None = None  # [layers, tokens]
@@ -90,34 +89,34 @@ class TiledReader:
     """Reads hidden states tile by tile, and accumulates the gradients of the parameters that all layers share."""
 
     def __init__(self, norm, head, head_loss: HeadLoss, workspace: Workspace, trains: bool):
-        self.norm, self.head_loss, self.workspace, self.trains = norm, head_loss, workspace, trains
-        self.device = device = head.weight.device
-        self.autocast_off = torch.autocast(device.type, enabled=False)
-        dtype = (
-            torch.get_autocast_dtype(device.type)
-            if torch.is_autocast_enabled(device.type)
-            else head.weight.dtype
-        )
+        self.norm = norm
+        self.head_loss = head_loss
+        self.workspace = workspace
+        self.trains = trains
+        self.device = head.weight.device
+        device_type = self.device.type
+        self.autocast_off = torch.autocast(device_type, enabled=False)
+        dtype = head.weight.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
         self.weight = workspace.weight(head, dtype)  # [vocab, hidden]
-        self.bias = None if head.bias is None else head.bias.detach().to(dtype)  # [vocab]
+        self.bias = None  # [vocab]
+        if head.bias is not None:
+            self.bias = head.bias.detach().to(dtype)
         self.accumulator_dtype = torch.promote_types(dtype, torch.float32)
-        self.rows_per_tile = max(
-            1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight)
-        )
-        self.rows_per_slice = max(
-            1, SLICE_ELEMENTS.get(device.type, DEFAULT_SLICE_ELEMENTS) // len(self.weight)
-        )
+
+        tile_elements = TILE_ELEMENTS.get(device_type, DEFAULT_TILE_ELEMENTS)
+        self.rows_per_tile = max(1, tile_elements // len(self.weight))
+        slice_elements = SLICE_ELEMENTS.get(device_type, DEFAULT_SLICE_ELEMENTS)
+        self.rows_per_slice = max(1, slice_elements // len(self.weight))
 
         self.norm_parameters = [
             parameter for parameter in norm.parameters() if parameter.requires_grad
         ]
         self.parameters = [head.weight, head.bias, *self.norm_parameters]
-        self.gradients = [
-            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-            if trains and parameter is not None and parameter.requires_grad
-            else None
-            for parameter in self.parameters
-        ]
+        self.gradients = [None] * len(self.parameters)
+        if trains:
+            self.gradients = [_empty_gradient(parameter) for parameter in self.parameters]
 
     def layers_per_group(self, num_tokens: int) -> int:
         """How many layers with that many tokens share a tile: products with few rows run far below the machine's
@@ -152,9 +151,7 @@ class TiledReader:
             losses = x.new_empty(len(x), dtype=self.accumulator_dtype)  # [group tokens]
             num_tiles = max(1, math.ceil(len(x) / self.rows_per_tile))
             columns = [x, group.targets, losses, coefficients, x_grad, entropies, hits]
-            tiles = [
-                [None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns
-            ]
+            tiles = [_parts(column, num_tiles) for column in columns]
             for tile in zip(*tiles):
                 self._tile(*tile)
 
@@ -175,18 +172,17 @@ class TiledReader:
             logits.addmm_(x, self.weight.t(), beta=0, alpha=scale)
         else:
             torch.addmm(self.bias, x, self.weight.t(), beta=scale, alpha=scale, out=logits)
-        slices = [
-            None if t is None else t.split(self.rows_per_slice)
-            for t in (logits, targets, losses, entropies, hits)
-        ]
-        for slice_ in zip(*(t or [None] * len(slices[0]) for t in slices)):
-            self._cross_entropy_(*slice_)
+        for start in range(0, len(logits), self.rows_per_slice):
+            rows = slice(start, start + self.rows_per_slice)
+            columns = (logits, targets, losses, entropies, hits)
+            self._cross_entropy_(*(None if column is None else column[rows] for column in columns))
         if x_grad is not None:
             self._products(logits, x, scale * coefficients, x_grad)
 
     def _cross_entropy_(self, logits, targets, losses, entropies, hits):
         """Turn `logits` into the gradient of the losses with respect to them, before `logit_scale`, in place."""
-        softcap, smoothing = self.head_loss.softcap, self.head_loss.label_smoothing
+        softcap = self.head_loss.softcap
+        smoothing = self.head_loss.label_smoothing
         targets = targets[:, None]  # [rows, 1]
         scores = logits.to(self.accumulator_dtype)  # [rows, vocab]
         if softcap is not None:
@@ -223,6 +219,18 @@ class TiledReader:
         if head_grad is not None:
             _add_product_(head_grad, logits_grad.t(), scaled)
         x_grad.mul_(coefficients)
+
+
+def _empty_gradient(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    if parameter is None or not parameter.requires_grad:
+        return None
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _parts(column: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:
+    if column is None:
+        return [None] * count
+    return list(column.tensor_split(count))
 
 
 def _add_product_(total, left, right) -> torch.Tensor:

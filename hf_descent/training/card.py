@@ -27,8 +27,12 @@ def card_facts(
     model's only where this trainer `trained` it; a `readout` is what measured it, in place of its own head."""
     if "dataset_name" in given:
         given["dataset"] = given.pop("dataset_name")
-    tags = dict.fromkeys([*(listed(given.pop("tags", None)) or []), *type(trainer)._tag_names])
+    tags = listed(given.pop("tags", None))
+    if tags is None:
+        tags = []
+    tags = dict.fromkeys([*tags, *type(trainer)._tag_names])
     summary = TrainingSummary.from_trainer(trainer, tags=list(tags), **given)
+    tasks = listed(summary.tasks)
     return {
         "model_name": summary.model_name,
         "repo_id": trainer.hub_model_id,
@@ -37,7 +41,7 @@ def card_facts(
         "language": summary.language,
         "license": summary.license,
         "tags": summary.tags,
-        "pipeline_tag": (listed(summary.tasks) or [None])[0],
+        "pipeline_tag": tasks[0] if tasks else None,
         "architecture": type(inner_model(trainer.model)).__name__,
         "objective": trainer.args.objective if trained else None,
         "settings": training_arguments(trainer.args) if trained else None,
@@ -50,12 +54,10 @@ def card_facts(
 def results_of_weights(trainer: Trainer, record: RunRecord) -> dict[str, Result]:
     """What was measured, without a verdict of an evaluation of earlier weights."""
     results = dict(record.results)
-    if (
-        trainer.args.load_best_model_at_end
-    ):  # which puts the best model's verdict in place of the last
-        return results
+    if trainer.args.load_best_model_at_end:
+        return results  # with the best model's verdict in place of the last
     step = trainer.state.global_step
-    earlier = [verdict for each, verdict in record.certificates.items() if each != step]
+    earlier = [verdict for of_step, verdict in record.certificates.items() if of_step != step]
     if any(results.get("verdict") is verdict for verdict in earlier):
         del results["verdict"]
     return results
@@ -78,22 +80,29 @@ def check_no_results(run: RunFolder, readout: Callable) -> None:
 def _evaluation(trainer: Trainer) -> dict[str, Any] | None:
     """The numbers of the last evaluation, where it was of the weights that the model has now."""
     # Each of a dict of data sets is logged by itself, under its own name.
-    history = [
-        entry
-        for entry in trainer.state.log_history
-        if any(name.endswith("_runtime") for name in entry)
-    ]
-    evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+    history = [entry for entry in trainer.state.log_history if _has(entry, suffix="_runtime")]
+    evaluations = [entry for entry in history if _has(entry, prefix="eval_")]
     if not evaluations:
         return None
     step = trainer.state.global_step
     # Training may end by loading the best model, which was evaluated at a step of its own.
-    if trainer.args.load_best_model_at_end and "train_runtime" in history[-1]:
-        step = trainer.state.best_global_step or step
-    of_weights = [entry for entry in evaluations if entry["step"] == step]
-    if not of_weights:
-        logger.warning(
-            f"The last evaluation was after step {evaluations[-1]['step']}, and the model is that after step {step}: "
-            "the card leaves its numbers out. Call `evaluate()` before `create_model_card()` or `push_to_hub()`."
-        )
-    return {name: value for entry in of_weights for name, value in entry.items()} or None
+    has_trained = "train_runtime" in history[-1]
+    if trainer.args.load_best_model_at_end and has_trained and trainer.state.best_global_step:
+        step = trainer.state.best_global_step
+
+    numbers = {}
+    for entry in evaluations:
+        if entry["step"] == step:
+            numbers.update(entry)
+    if numbers:
+        return numbers
+    logger.warning(
+        f"The last evaluation was after step {evaluations[-1]['step']}, and the model is that after step {step}: "
+        "the card leaves its numbers out. Call `evaluate()` before `create_model_card()` or `push_to_hub()`."
+    )
+    return None
+
+
+def _has(entry: dict[str, Any], prefix: str = "", suffix: str = "") -> bool:
+    """Whether an entry of the log has a number with such a name."""
+    return any(name.startswith(prefix) and name.endswith(suffix) for name in entry)

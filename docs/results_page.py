@@ -731,6 +731,13 @@ ONE_MODEL_EACH = {
 }
 
 
+def exits_under_the_limit() -> str:
+    """The same searches with the limit on the last layer's loss and without it."""
+    columns = recorded("exits under the limit")["columns"]
+    digits = {"f_L with it": 3, "f_L without": 3}
+    return table_of("exits under the limit", {column: column for column in columns}, digits)
+
+
 TABLES = {
     "depths of the denoiser": partial(depths, "denoiser"),
     "layer sets": layer_sets,
@@ -741,6 +748,7 @@ TABLES = {
     "holds": holds,
     "defaults": defaults,
     "defaults by kind": defaults_by_kind,
+    "exits under the limit": exits_under_the_limit,
     "steps": steps,
     "operators": operators,
     "evaluations": evaluations,

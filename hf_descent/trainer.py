@@ -36,7 +36,7 @@ from .training import checkpoints, checks, data_checks, evaluation, holdout, pre
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results, results_of_weights
 from .training.plain_arm import train_both
-from .training.records import Evaluation, RunRecord, name_of_set
+from .training.records import Evaluation, RunRecord, StepTotals, counted_step, name_of_set
 from .training.run import DescentRun
 from .training.search import default_objective
 
@@ -166,7 +166,10 @@ class DescentMixin:
             batches = []
             num_items = None
 
-        self._run.begin_step(self, batches, counts_items=not self._stock_scaling_is_right)
+        totals = StepTotals()
+        if not self._stock_scaling_is_right:
+            totals = counted_step(self.accelerator, self._run.task, batches)
+        self._run.begin_step(self.state.global_step, totals)
         return batches, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -176,7 +179,9 @@ class DescentMixin:
             return self._evaluation_loss(model, inputs, return_outputs, num_items_in_batch)
 
         with self._noise_of_micro_batch():
-            losses = self._run.objective.layer_losses(model, inputs, keep_logits=return_outputs)
+            losses = self._run.known_objective().layer_losses(
+                model, inputs, keep_logits=return_outputs
+            )
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         loss = losses.objective * self.args.world_size  # DDP averages gradients over processes
         is_scaled = self._run.step.items is not None  # else each micro-batch is a mean
@@ -190,7 +195,7 @@ class DescentMixin:
         sample = None
         if self.is_in_train:  # a verdict is on all tokens, evaluations in training are on a sample
             sample = (self.args.process_index, self._run.totals.batches)
-        layers = self._run.objective.layers
+        layers = self._run.known_objective().layers
         losses = layers.measure(model, inputs, keep_logits=return_outputs, key=sample)
         self._run.add_batch(losses, inputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
@@ -316,7 +321,7 @@ class DescentMixin:
             return super().predict(test_dataset, *args, **kwargs)
 
     def _evaluation_of(self, dataset) -> Evaluation:
-        return Evaluation(name_of_set(self, dataset), self._overlaps_training(dataset))
+        return Evaluation(name_of_set(self.eval_dataset, dataset), self._overlaps_training(dataset))
 
     def _overlaps_training(self, dataset) -> bool:
         """Whether an evaluation is known to be on rows that trained the model, or chose its checkpoint or settings."""
@@ -354,8 +359,9 @@ class DescentMixin:
         if run.judge is None:
             return
 
-        readings = run.references.of_process(run.evaluation.set_name, self)
-        rows = evaluation.gathered(self, run.totals, readings, run.references.of_other_data())
+        readings = self._last_layer_readings(run.evaluation.set_name)
+        of_other_data = run.references.of_other_data()
+        rows = evaluation.gathered(self.accelerator, run.totals, readings, of_other_data)
         additions, certificate = evaluation.layer_metrics(
             run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
         )
@@ -368,6 +374,12 @@ class DescentMixin:
         certificate = run.keep_certificate(certificate, self.state)
         if self.is_world_process_zero() and not self.is_in_train:
             logger.info(f"Verdict on the evaluation data:\n{certificate}")
+
+    def _last_layer_readings(self, set_name: str | None) -> dict[str, evaluation.Reading]:
+        """By the time, what this process has read of the last layer on an evaluation set."""
+        return self._run.references.of_process(
+            set_name, self.args.process_index, self.args.world_size
+        )
 
     def _last_certificate(self):
         return self._run.record.certificate
@@ -464,7 +476,8 @@ class DescentMixin:
         if has_noise:
             settings["sigma"] = self.noise_sigma(model)
         elif self.args.world_size == 1:
-            settings["readings"] = references.of_process(name_of_set(self, eval_dataset), self)
+            name = name_of_set(self.eval_dataset, eval_dataset)
+            settings["readings"] = self._last_layer_readings(name)
         settings.update(kwargs)
         rows = self._held_out(eval_dataset)
         profile = layer_profile(model, rows, **settings)
@@ -512,7 +525,7 @@ class DescentMixin:
         of `train` and [`evaluate_layers`].
         """
         arms = train_both(self, resume_from_checkpoint, eval_dataset, settings)
-        name = name_of_set(self, eval_dataset)
+        name = name_of_set(self.eval_dataset, eval_dataset)
         if name is not None and not arms.plain.gamma:  # `evaluate` is without noise
             self._run.record.plain_losses[name] = float(arms.plain.losses[-1])
         return arms
@@ -562,12 +575,13 @@ class DescentMixin:
         """Save this run into a checkpoint, in which all files are there but the trainer state."""
         dual = self._run.dual
         if dual is not None:
-            checkpoints.check_agreement(self, dual.multipliers.values)
+            checkpoints.check_agreement(self.accelerator, dual.multipliers.values)
             self._run.save(output_dir, write=self.args.should_save)
             self.state.stateful_callbacks[checkpoints.READABLE_STATE] = dual.summary()
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
-        checkpoints.save_checksums(self, output_dir)
+        if self.args.should_save:
+            checkpoints.save_checksums(output_dir, self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with checkpoints.own_names(self, resume_from_checkpoint):
@@ -584,7 +598,7 @@ class DescentMixin:
     def _run_summary(self) -> dict[str, Any]:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
         if not self._run.has_started:
-            saved = checkpoints.saved_summary(self)
+            saved = checkpoints.saved_summary(self.model, self.args.output_dir)
             if saved:
                 return saved
         return checkpoints.run_summary(self, self._run, self.command, self._readout)

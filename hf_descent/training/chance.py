@@ -68,7 +68,10 @@ def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, da
         chance_loss = replace(chance_loss, noise_variance=noise_variance)
         chance = chance_of_batches(task, chance_loss, collated(trainer, data, chance_loss.enough))
     # One value for all, also where each process has a part of a stream to itself.
-    return reduced(trainer, torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
+    return (
+        reduced(trainer.accelerator, torch.tensor(chance, dtype=torch.float64)).item()
+        / args.world_size
+    )
 
 
 def chance_of_batches(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -123,10 +124,10 @@ def warn_of_readout(readout: Callable) -> None:
     )
 
 
-def saved_summary(trainer: Trainer) -> dict[str, Any]:
+def saved_summary(model: nn.Module, output_dir: str) -> dict[str, Any]:
     """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
-    output_dir = os.path.abspath(trainer.args.output_dir)  # which is no name on the Hub
-    for folder in (loaded_from(trainer.model), output_dir):
+    output_dir = os.path.abspath(output_dir)  # which is no name on the Hub
+    for folder in (loaded_from(model), output_dir):
         summary = RunFolder(folder).summary
         if summary:
             return summary
@@ -138,32 +139,28 @@ def mark_incomplete(folder: str) -> None:
     Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
-def save_checksums(trainer: Trainer, folder: str) -> None:
+def save_checksums(folder: str, step: int) -> None:
     """Write down the step, and size and checksum of a checkpoint's files, once all but the trainer state are there."""
-    if not trainer.args.should_save:
-        return
     paths = [
         path
         for path in sorted(Path(folder).rglob("*"))
         if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
     ]
     files = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
-    write_json(
-        os.path.join(folder, CHECKSUMS_NAME), {"step": trainer.state.global_step, "files": files}
-    )
+    write_json(os.path.join(folder, CHECKSUMS_NAME), {"step": step, "files": files})
 
 
-def check_agreement(trainer: Trainer, multipliers: torch.Tensor) -> None:
+def check_agreement(accelerator: Accelerator, multipliers: torch.Tensor) -> None:
     """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
 
     On every process, or the others would wait for the one that raises.
     """
-    process = trainer.args.process_index
+    process = accelerator.process_index
     own_part = torch.zeros_like(multipliers)
     if process == 0:
         own_part = multipliers
-    first = reduced(trainer, own_part)  # [rows]
-    if reduced(trainer, (multipliers != first).any().float()):
+    first = reduced(accelerator, own_part)  # [rows]
+    if reduced(accelerator, (multipliers != first).any().float()):
         raise RuntimeError(
             f"The multipliers differ between processes: {multipliers.tolist()} on process {process}, "
             f"{first.tolist()} on the first one. Resume from the last complete checkpoint."
@@ -249,7 +246,7 @@ def _training_summary(
         summary["train_rows"] = len(trainer.train_dataset)
     if "dual_rows" in dual:
         summary["dual_source"] = "dual_dataset"
-    sets = evaluation_sets(trainer).values()
+    sets = evaluation_sets(trainer.eval_dataset).values()
     if (record.searched or args.eval_strategy != "no") and all(map(has_length, sets)):
         summary["select_rows"] = sum(map(len, sets))
 

@@ -24,7 +24,7 @@ def check_data(trainer: Trainer, readout, dual_dataset) -> None:
     # Other collators, losses and readouts may make classes of any labels.
     is_stock = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
     if is_stock and trainer.compute_loss_func is None and readout is None:
-        parts = {"train_dataset": rows, **evaluation_sets(trainer)}
+        parts = {"train_dataset": rows, **evaluation_sets(trainer.eval_dataset)}
         for name, data in parts.items():
             _check_classes(trainer.model, name, data, trainer.label_names)
     if dual_dataset is not None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, find_batch_size, slice_tensors
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
@@ -209,7 +210,7 @@ class EvaluatedRows(NamedTuple):
 
 
 def gathered(
-    trainer: Trainer,
+    accelerator: Accelerator,
     totals: EvaluationTotals,
     readings: Mapping[str, Reading] = MappingProxyType({}),
     of_other_data: Sequence[Reference] = (),
@@ -219,8 +220,8 @@ def gathered(
     `readings` are earlier ones of the same data in this process, by their time. Where their rows cannot be told to be
     the same, references are those `of_other_data`.
     """
-    rows = totals.rows.gathered(trainer.args.world_size > 1, list(readings.values()))
-    items = reduced(trainer, torch.as_tensor(totals.items))
+    rows = totals.rows.gathered(accelerator.num_processes > 1, list(readings.values()))
+    items = reduced(accelerator, torch.as_tensor(totals.items))
 
     references = []
     for time, losses_and_items in zip(readings, rows.earlier):

@@ -34,7 +34,7 @@ def check_dual_dataset(trainer: Trainer, dual_dataset) -> None:
         )
     if len(dual_dataset) < LEAST_ROWS:
         raise ValueError(f"`dual_dataset` has {len(dual_dataset)} rows; give {LEAST_ROWS} or more.")
-    parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
+    parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer.eval_dataset)}
     for name, rows in parts.items():
         if share_rows(dual_dataset, rows):
             raise ValueError(f"`dual_dataset` has rows of `{name}`: give others.")
@@ -49,7 +49,7 @@ def rows_known_to_training(
     if has_trained:
         known += [trainer.train_dataset, dual_dataset]
     if in_search or trainer.args.eval_strategy != "no":
-        known += evaluation_sets(trainer).values()
+        known += evaluation_sets(trainer.eval_dataset).values()
     return known
 
 
@@ -105,7 +105,7 @@ class HeldOutRows:
         model.train()
         reshard(model)
 
-        sums = reduced(trainer, totals)  # [layers + 1]
+        sums = reduced(trainer.accelerator, totals)  # [layers + 1]
         return (sums[:-1] / sums[-1]).float()
 
     def _batches(self, model: nn.Module, turn: int) -> dict[int, Mapping[str, Any]]:

@@ -304,4 +304,4 @@ def _estimated_sigma(trainer: Trainer, model: nn.Module) -> float:
 
     with drawing_apart(trainer, model):  # also for a resumed run to find the same value
         batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
-        return estimate_sigma(model, batches, partial(reduced, trainer))
+        return estimate_sigma(model, batches, partial(reduced, trainer.accelerator))

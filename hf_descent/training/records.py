@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import Trainer
+from accelerate import Accelerator
 
 from ..evaluation import Certificate, LayerProfile
 from ..evaluation.row_sums import RowSums
@@ -18,31 +18,31 @@ from ..losses.layerwise import MeasuredLosses, StepLosses
 from ..losses.task import TaskLoss
 
 
-def evaluation_sets(trainer: Trainer) -> dict[str, Any]:
-    """The data sets of evaluations in training by their names, a single one as "eval_dataset"."""
-    sets = trainer.eval_dataset
+def evaluation_sets(eval_dataset) -> dict[str, Any]:
+    """A trainer's data sets of evaluations in training by their names, a single one as "eval_dataset"."""
+    sets = eval_dataset
     if not isinstance(sets, dict):
         sets = {"eval_dataset": sets}
     return {name: rows for name, rows in sets.items() if rows is not None}
 
 
-def name_of_set(trainer: Trainer, dataset) -> str | None:
-    """The name of the evaluation set that `evaluate(dataset)` would take; `None` for other data."""
+def name_of_set(eval_dataset, dataset) -> str | None:
+    """The name of the set of a trainer's `eval_dataset` that `evaluate(dataset)` would take; `None` for other data."""
     if dataset is None:
-        dataset = trainer.eval_dataset
-    if isinstance(dataset, str) and isinstance(trainer.eval_dataset, dict):
-        dataset = trainer.eval_dataset.get(dataset)
-    for name, rows in evaluation_sets(trainer).items():
+        dataset = eval_dataset
+    if isinstance(dataset, str) and isinstance(eval_dataset, dict):
+        dataset = eval_dataset.get(dataset)
+    for name, rows in evaluation_sets(eval_dataset).items():
         if rows is dataset:
             return name
     return None
 
 
-def reduced(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
+def reduced(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
     """The sum over processes."""
-    if trainer.args.world_size == 1:
+    if accelerator.num_processes == 1:
         return tensor
-    return trainer.accelerator.reduce(tensor.to(trainer.args.device), "sum")
+    return accelerator.reduce(tensor.to(accelerator.device), "sum")
 
 
 @dataclass
@@ -77,19 +77,19 @@ class StepTotals:
 
 
 def counted_step(
-    trainer: Trainer, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
+    accelerator: Accelerator, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
 ) -> StepTotals:
     """The totals of a step before its first micro-batch, with the items of all of them."""
     counts = []
     if task is not None:
         counts = [task.count(batch) for batch in batches]
-    counts = [count.to(trainer.args.device) for count in counts if count is not None]
+    counts = [count.to(accelerator.device) for count in counts if count is not None]
 
     if not counts:
         return StepTotals()
 
-    is_whole = len(batches) == 1 and trainer.args.world_size == 1 and not task.takes_items
-    return StepTotals(reduced(trainer, sum(counts)), is_whole=is_whole)
+    is_whole = len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items
+    return StepTotals(reduced(accelerator, sum(counts)), is_whole=is_whole)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class LastLayerReferences:
     def read(self, trainer: Trainer, layers: LayerLosses, time: str) -> None:
         """Read the last layer of the model as it is now; every process calls it. Streams are left out."""
         by_set = {}
-        for name, rows in evaluation_sets(trainer).items():
+        for name, rows in evaluation_sets(trainer.eval_dataset).items():
             if not has_length(rows):
                 continue
             reading = _last_layer(trainer, layers, rows)
@@ -55,13 +55,14 @@ class LastLayerReferences:
             by_set[name] = readings
         self._readings[time] = by_set
 
-    def of_process(self, name: str | None, trainer: Trainer) -> dict[str, Reading]:
-        """By the time, this process's readings of the set `name`; none where it was not read by as many processes."""
+    def of_process(self, name: str | None, process: int, processes: int) -> dict[str, Reading]:
+        """By the time, the readings of the set `name` by a process; none where it was not read by as many
+        `processes`."""
         by_time = {}
         for time, sets in self._readings.items():
             readings = sets.get(name, [])
-            if len(readings) == trainer.args.world_size:
-                by_time[time] = readings[trainer.args.process_index]
+            if len(readings) == processes:
+                by_time[time] = readings[process]
         return by_time
 
     def of_other_data(self) -> list[Reference]:

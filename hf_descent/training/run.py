@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from .evaluation import LayersBeside
 from .judging import state_for_profile
 from .objective import LayerObjective
 from .preparation import find_layers, find_task, make_dual, shared_batch, takes_items
-from .records import Evaluation, EvaluationTotals, RunRecord, StepTotals, counted_step
+from .records import Evaluation, EvaluationTotals, RunRecord, StepTotals
 from .references import LastLayerReferences, time_to_read
 
 
@@ -76,6 +76,14 @@ class DescentRun:
         return None if self.objective is None else self.objective.layers.readout
 
     # ---- found out once ----
+
+    def known_objective(self) -> LayerObjective:
+        """The objective; ValueError before a batch has shown the layers."""
+        if self.objective is None:
+            raise ValueError(
+                "The layers are not known yet: `train`, `evaluate` and `predict` find them on their first batch."
+            )
+        return self.objective
 
     def reads(self, model: nn.Module) -> bool:
         """Whether the layers of this very model, with this head and these adapters, were found."""
@@ -141,16 +149,11 @@ class DescentRun:
             return self._step
         return self.objective.totals
 
-    def begin_step(
-        self, trainer: Trainer, batches: Sequence[Mapping[str, Any]], counts_items: bool
-    ) -> None:
-        """Begin an optimizer step with these micro-batches, whose items are counted where `counts_items`."""
-        totals = StepTotals()
-        if counts_items:
-            totals = counted_step(trainer, self.task, batches)
+    def begin_step(self, step: int, totals: StepTotals) -> None:
+        """Begin an optimizer step; `totals` tells the items of its micro-batches, where they are counted."""
         self._step = totals
         if self.objective is not None:
-            self.objective.begin(trainer.state.global_step, totals)
+            self.objective.begin(step, totals)
 
     def count_micro_batch(self) -> None:
         """Count a micro-batch of plain training."""

@@ -7,8 +7,9 @@ import of the libraries.
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import torch
 
@@ -99,7 +100,8 @@ class Poison(TrainerCallback):
     """In the second process alone: a hidden state that is not finite, or another multiplier, from a step on."""
 
     def __init__(self, kind, step):
-        self.kind, self.step = kind, step
+        self.kind = kind
+        self.step = step
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if args.process_index == 1 and state.global_step == self.step:
@@ -112,115 +114,192 @@ class Poison(TrainerCallback):
 
 def recorded_noise(model):
     """What is added to the embeddings of each forward that is perturbed; the first hook on them sees them clean."""
-    clean, noise = [], []
+    clean = []
+    noise = []
 
-    def record(module, args):
+    def keep_clean(module, args, output):
+        clean.append(output.detach())
+
+    def keep_noise(module, args):
         added = args[0].detach() - clean.pop()
-        noise.extend([added] if added.any() else [])
+        if added.any():
+            noise.append(added)
 
-    model.get_input_embeddings().register_forward_hook(
-        lambda module, args, output: clean.append(output.detach())
-    )
-    model.model.layers[0].register_forward_pre_hook(record)
+    model.get_input_embeddings().register_forward_hook(keep_clean)
+    model.model.layers[0].register_forward_pre_hook(keep_noise)
     return noise
 
 
-def train(output, task, batch=8, accumulation=1, **settings):
-    """Results, and weights by name; `output` gets the checkpoints."""
-    lora, resume, poison, record, model_settings, environment = (
-        settings.pop(name, None)
-        for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
-    )
-    os.environ.update(environment or {})
-    evaluate_first = settings.pop("evaluate_first", False)
-    rows = settings.pop("rows", 80)
-    dual_rows = settings.pop("dual_rows", 0)
-    change = settings.pop("labels_change_at", None)
-    model, data = {
-        "classification": lambda: (bert(), classification_data(rows)),
-        "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
-        "sft": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
-        # Honours `num_items_in_batch` and is read by replay, which none of the others does.
-        "image": lambda: (vit(num_hidden_layers=3, intermediate_size=32), images(80)),
-        "readout": lambda: (bert(), classification_data(80)),
-        "own loss": lambda: (gpt2(), language_data(80)),
-    }[task]()
-    if change is not None:
-        data = with_another_label_from(change, data)
-    # Past the pooler, whose parameters then have no gradient.
-    readout = {"readout": lambda model, hidden, inputs: model.classifier(hidden[:, 0])}.get(task)
+def model_and_data(task, rows, model_settings):
+    """A model, the same on all processes, and training data."""
+    match task:
+        case "classification":
+            return bert(), classification_data(rows)
+        case "language" | "sft":
+            return llama(**model_settings), partly_labelled(80)
+        case (
+            "image"
+        ):  # honours `num_items_in_batch` and is read by replay, which none of the others does
+            return vit(num_hidden_layers=3, intermediate_size=32), images(80)
+        case "readout":
+            return bert(), classification_data(80)
+        case "own loss":
+            return gpt2(), language_data(80)
+    raise ValueError(f"There is no task {task!r}.")
+
+
+def past_the_pooler(model, hidden, inputs):
+    """A readout that leaves the parameters of the pooler without a gradient."""
+    return model.classifier(hidden[:, 0])
+
+
+def adapters():
+    from peft import LoraConfig
+
+    torch.manual_seed(1)
+    return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def in_order_trainer(model, output, settings, data, dual_rows, task):
+    """A trainer that takes the rows in their order; the multipliers move on the first `dual_rows` of them."""
+    given = {"train_dataset": data, "eval_dataset": data[:31]}
+    if dual_rows:
+        given = {
+            "train_dataset": data[dual_rows:],
+            "eval_dataset": data[-31:],
+            "dual_dataset": data[:dual_rows],
+        }
+    if task == "readout":
+        given["readout"] = past_the_pooler
+    if task == "own loss":
+        given["layer_loss_fn"] = mean_of_tokens
+    return InOrder(model, config(output, **settings), **given)
+
+
+def train(
+    output,
+    task,
+    batch=8,
+    accumulation=1,
+    *,
+    lora=False,
+    resume_from=None,
+    poison=None,
+    record_noise=False,
+    model=MappingProxyType({}),
+    environment=MappingProxyType({}),
+    evaluate_first=False,
+    rows=80,
+    dual_rows=0,
+    labels_change_at=None,
+    **settings,
+):
+    """Results, and weights by name; `output` gets the checkpoints.
+
+    Args:
+        task: a case of `model_and_data`.
+        resume_from: a checkpoint to go on from.
+        poison: the kind and the step of a `Poison`.
+        model: settings of the model's config.
+        environment: variables for this training.
+        dual_rows: how many of the rows the multipliers move on, in place of training.
+        labels_change_at: the row from which on the labels are others.
+        settings: of the trainer's arguments.
+    """
+    os.environ.update(environment)
+    model, data = model_and_data(task, rows, model)
+    if labels_change_at is not None:
+        data = with_another_label_from(labels_change_at, data)
+    noise = []
+    if record_noise:
+        noise = recorded_noise(model)
+
     settings = {
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 20,
         "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4, "dual_optim": "sgd",
         "dual_learning_rate": 0.5, "negative_weights": "keep",
         **settings,
     }  # fmt: skip
+    peft_config = None
     if lora:
-        from peft import LoraConfig, get_peft_model
-
-        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-        torch.manual_seed(1)
-    noise = recorded_noise(model) if record else []
+        peft_config = adapters()
     if task == "sft":
-        trainer = sft_trainer(model, output, settings, data, lora)
+        trainer = sft_trainer(model, output, settings, data, peft_config)
     else:
-        model = get_peft_model(model, lora) if lora else model
-        args = config(output, **settings)
-        loss_fn = {"own loss": mean_of_tokens}.get(task)
-        trainer = InOrder(
-            model,
-            args,
-            train_dataset=data[dual_rows:],
-            eval_dataset=data[-31:] if dual_rows else data[:31],
-            dual_dataset=data[:dual_rows] if dual_rows else None,
-            readout=readout,
-            layer_loss_fn=loss_fn,
-        )
-    if (
-        trainer.is_deepspeed_enabled
-    ):  # by its default, ZeRO-3 would leave all of a tiny model in every process
+        if lora:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, peft_config)
+        trainer = in_order_trainer(model, output, settings, data, dual_rows, task)
+
+    if trainer.is_deepspeed_enabled:
+        # By its default, ZeRO-3 would leave all of a tiny model in every process.
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
     if poison:
-        trainer.add_callback(callback := Poison(*poison))
+        callback = Poison(*poison)
         callback.trainer = trainer
+        trainer.add_callback(callback)
+
     if evaluate_first:
         trainer.evaluate()
     nothing = SimpleNamespace()  # beside the trainer's arguments
-    train_and_report(trainer, resume, lambda: None, OutputArguments(), nothing)
-    metrics = {} if poison else trainer.evaluate()
+    train_and_report(trainer, resume_from, lambda: None, OutputArguments(), nothing)
+    metrics = {}
+    if not poison:
+        metrics.update(trainer.evaluate())
     if getattr(trainer, "padding_free", False):
-        metrics |= trainer.predict(trainer.eval_dataset).metrics
-    gather = trainer.accelerator.gather_for_metrics
-    values = torch.zeros(3) if trainer.multipliers is None else trainer.multipliers.values
-    weights = trainer.accelerator.get_state_dict(
-        trainer.model_wrapped
-    )  # on all processes, which may have to gather
-    for name in environment or {}:
+        metrics.update(trainer.predict(trainer.eval_dataset).metrics)
+
+    # On all processes, which may have to gather.
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if weights is None:  # on all processes but the first
+        weights = {}
+    for name in environment:
         del os.environ[name]
+
+    sigma = getattr(model.config, "noise_sigma", None)
+    result = result_of(trainer, str(output), metrics, noise, sigma)
+    return result, {name: weight.clone() for name, weight in weights.items()}
+
+
+def result_of(trainer, folder, metrics, noise, sigma):
+    """What a training led to, in JSON values; the same on all processes."""
+    gather = partial(trainer.accelerator.gather_for_metrics, use_gather_object=True)
+    multipliers = torch.zeros(3)
+    dual_steps = 0
+    if trainer.multipliers is not None:
+        multipliers = trainer.multipliers.values
+        dual_steps = trainer.multipliers.steps.item()
+    problem = {"alpha": 0.0}
+    if trainer.problem is not None:
+        problem = trainer.problem.state_dict()
+
+    def logged(name):
+        return [log[name] for log in trainer.state.log_history if name in log]
+
+    def names_of_layers():
+        return [name for name in sorted(metrics) if name.startswith("eval_layer_loss")]
+
     return {
-        "folder": str(output),
+        "folder": folder,
         "processes": trainer.args.world_size,
         "type": trainer.accelerator.distributed_type.value,
         "left_whole": sum(
             getattr(parameter, "ds_persist", False) for parameter in trainer.model.parameters()
         ),
-        "steps": gather([trainer.state.global_step], use_gather_object=True),
-        "dual_steps": 0 if trainer.multipliers is None else trainer.multipliers.steps.item(),
-        "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],
-        "rises": [
-            log["last_layer_rise"] for log in trainer.state.log_history if "last_layer_rise" in log
-        ],
-        "path": [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log],
-        "multipliers": gather([values.tolist()], use_gather_object=True),
-        "noise": gather([[draw.tolist() for draw in noise]], use_gather_object=True),
-        "eval": [
-            value for name, value in sorted(metrics.items()) if name.startswith("eval_layer_loss")
-        ],
+        "steps": gather([trainer.state.global_step]),
+        "dual_steps": dual_steps,
+        "losses": logged("loss"),
+        "rises": logged("last_layer_rise"),
+        "path": logged("multiplier_1"),
+        "multipliers": gather([multipliers.tolist()]),
+        "noise": gather([[draw.tolist() for draw in noise]]),
+        "eval": [metrics[name] for name in names_of_layers()],
         "metrics": metrics,
-        "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
-        "sigma": getattr(model.config, "noise_sigma", None),
-    }, {name: weight.clone() for name, weight in (weights or {}).items()}
+        "problem": problem,
+        "sigma": sigma,
+    }
 
 
 def main(folder: Path) -> None:

@@ -14,8 +14,8 @@ from hf_descent import DescentConfig, Seq2SeqDescentConfig, Seq2SeqDescentTraine
 
 
 MODELS = {
-    "T5ForConditionalGeneration": T5_DECODER | {"dropout_rate": 0.0},
-    "BartForConditionalGeneration": BART | {"dropout": 0.0},
+    "T5ForConditionalGeneration": dict(T5_DECODER, dropout_rate=0.0),
+    "BartForConditionalGeneration": dict(BART, dropout=0.0),
 }
 
 
@@ -56,33 +56,43 @@ def make(cls, folder, model, **given):
 def test_constrained_layers_and_the_stock_trainer_s_generation(tmp_path, name, smoothing):
     settings = {"predict_with_generate": True, "label_smoothing_factor": smoothing}
     trainer = fitted(make(Seq2SeqDescentTrainer, tmp_path, build(name, MODELS[name]), **settings))
+
     assert trainer.multipliers.values.max() > 0
+
     stock = make(Seq2SeqTrainer, tmp_path, trainer.model, **settings)
+
     for options in ({}, {"num_beams": 2, "max_length": 6}):
-        ours, theirs = (
-            trainer.predict(rows(12, 2), **options),
-            stock.predict(rows(12, 2), **options),
-        )
+        ours = trainer.predict(rows(12, 2), **options)
+        theirs = stock.predict(rows(12, 2), **options)
         np.testing.assert_array_equal(ours.predictions, theirs.predictions)
         np.testing.assert_array_equal(ours.label_ids, theirs.label_ids)
         assert ours.metrics["test_tokens"] == theirs.metrics["test_tokens"]
-    metrics, expected = trainer.evaluate(), stock.evaluate()
+
+    metrics = trainer.evaluate()
+    expected = stock.evaluate()
+
     assert metrics["eval_tokens"] == expected["eval_tokens"]
+
     for layer in (1, 2, 3):
         short = make(
             Seq2SeqTrainer, tmp_path, truncated(trainer.model, MODELS[name], layer), **settings
         )
         loss = short.evaluate()["eval_loss"]
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(loss, rel=1e-5)
+
     assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
-    trainer.args.predict_with_generate, trainer.compute_metrics = False, None
+
+    trainer.args.predict_with_generate = False
+    trainer.compute_metrics = None
     without = trainer.evaluate()
+
     for kind in ("loss", "layer_loss_1", "layer_loss_2", "max_violation"):
         assert metrics[f"eval_{kind}"] == pytest.approx(without[f"eval_{kind}"], rel=1e-6)
 
 
 def test_plain_training_is_the_stock_trainer_s(tmp_path):
-    weights, logs = [], []
+    weights = []
+    logs = []
     for cls, given in ((Seq2SeqTrainer, {}), (Seq2SeqDescentTrainer, {"objective": "erm"})):
         trainer = fitted(make(cls, tmp_path, build("T5ForConditionalGeneration", T5), **given))
         weights.append(trainer.model.state_dict())
@@ -102,8 +112,9 @@ def test_a_resumed_run_is_the_one_that_was_not_cut(tmp_path):
     )
     generation.save_pretrained(tmp_path / "generation")
     settings = {"predict_with_generate": True, "generation_max_length": None, "save_steps": 3}
-    settings |= {"eval_strategy": "steps", "eval_steps": 3}
+    settings.update(eval_strategy="steps", eval_steps=3)
     found = []
+
     # As an object, and as the path that a command line gives.
     for how, resume in (
         (generation, None),
@@ -116,11 +127,15 @@ def test_a_resumed_run_is_the_one_that_was_not_cut(tmp_path):
         found.append(
             (trainer.multipliers.values, trainer.model.state_dict(), trainer.predict(rows(12, 2)))
         )
+
     (multipliers, weights, prediction), (again, weights_again, prediction_again) = found
+
     assert multipliers.max() > 0 and torch.equal(multipliers, again)
     assert all(torch.equal(weight, weights_again[name]) for name, weight in weights.items())
     assert prediction.predictions.shape == (12, 7)
+
     np.testing.assert_array_equal(prediction.predictions, prediction_again.predictions)
+
     assert GenerationConfig.from_pretrained(tmp_path / "checkpoint-6").num_beams == 2
 
 

@@ -52,11 +52,13 @@ def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_pa
         )
     )  # fmt: skip
     tolerance = {"rel": 1e-2, "abs": 5e-2} if setting == "bf16" else {"rel": 2e-4, "abs": 1e-5}
+
     for log, expected in zip(history(ours)[:-1], history(stock)[:-1]):
         if setting == "experts":
             expected.pop("loss")  # with the router's, which is no layer's
         assert {name: log[name] for name in expected} == pytest.approx(expected, **tolerance)
         assert all(f"layer_loss_{layer}" in log for layer in (1, 2, 3))
+
     if setting != "bf16":
         assert_close_weights(ours, stock)
     stock.evaluate()
@@ -66,7 +68,9 @@ def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_pa
     own = [
         {name: value for name, value in log.items() if name not in beside} for log in history(erm)
     ]
+
     assert own == history(stock) and beside <= {name for log in history(erm) for name in log}
+
     assert_equal_weights(erm, stock)
 
 
@@ -81,23 +85,27 @@ CONSTRAINED = {
 def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setting, completions):
     given = {**SETTINGS[setting], "completion_only_loss": completions}
     ours = trained(SFTDescentTrainer, tmp_path, **given, **CONSTRAINED)
+
     assert ours.multipliers.values.gt(0).all()
+
     # Sure of itself, or what it predicts for one token could not be told from what it predicts for the next.
     ours.model.get_output_embeddings().weight.data *= 100
-    metrics, expected = ours.evaluate(), stock_copy(ours, tmp_path, **given).evaluate()
+    metrics = ours.evaluate()
+    expected = stock_copy(ours, tmp_path, **given).evaluate()
+
     for name in (
         "eval_mean_token_accuracy",
         "eval_entropy",
         *(["eval_loss"] if setting != "experts" else []),
     ):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+
     assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]
+
     if setting != "packed":  # whose rows, strung together, are one sample
-        found, loss, accuracy = (
-            ours.evaluate_layers(),
-            metrics["eval_loss"],
-            metrics["eval_mean_token_accuracy"],
-        )
+        found = ours.evaluate_layers()
+        loss = metrics["eval_loss"]
+        accuracy = metrics["eval_mean_token_accuracy"]
         assert [found.losses[-1], found.values[-1]] == pytest.approx([loss, accuracy], rel=1e-4)
 
 
@@ -122,7 +130,7 @@ VARIANTS = {
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, readouts, variant):
-    given = {**CONSTRAINED, **VARIANTS[variant]}
+    given = dict(CONSTRAINED, **VARIANTS[variant])
     ours = trained(SFTDescentTrainer, tmp_path, **given)
     keywords = given.pop("keywords", {})
     kept = {"input_ids", "labels", "seq_lengths"}
@@ -136,10 +144,9 @@ def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, 
         "learning_rate",
         "per_device_train_batch_size",
     )
-    args |= {name: getattr(ours.args, name) for name in shared} | {
-        "save_strategy": "no",
-        "logging_steps": 1,
-    }
+    args |= dict(
+        {name: getattr(ours.args, name) for name in shared}, save_strategy="no", logging_steps=1
+    )
     model = llama()
     torch.manual_seed(ours.args.seed)
     args = DescentConfig(str(tmp_path), remove_unused_columns=False, **args)
@@ -151,21 +158,29 @@ def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, 
     torch.testing.assert_close(
         ours.multipliers.values, plain.multipliers.values, rtol=1e-4, atol=1e-6
     )
+
     assert ours.multipliers.values.gt(0).any() or "objective" in given
+
     assert_close_weights(ours, plain)
     if variant not in ("own loss", "label smoothing"):
         return
+
     assert set(readouts()) == {"replay" if variant == "own loss" else "tiles"}
-    metrics, expected = ours.evaluate(), stock_copy(ours, tmp_path).evaluate()
+
+    metrics = ours.evaluate()
+    expected = stock_copy(ours, tmp_path).evaluate()
+
     for name in ("eval_mean_token_accuracy", "eval_entropy"):  # whatever the loss
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
 def test_one_large_batch_is_eight_small_ones(tmp_path):
     runs = []
+
     for size in (8, 1):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size}
         runs.append(trained(SFTDescentTrainer, tmp_path, **CONSTRAINED, **sizes))
+
     torch.testing.assert_close(
         runs[0].multipliers.values, runs[1].multipliers.values, rtol=1e-4, atol=1e-6
     )
@@ -176,13 +191,14 @@ def test_one_large_batch_is_eight_small_ones(tmp_path):
         "num_tokens",
         *(f"layer_loss_{layer}" for layer in (1, 2, 3)),
     )
+
     for large, small in zip(*(history(trainer)[:-1] for trainer in runs)):
         assert [small[key] for key in keys] == pytest.approx([large[key] for key in keys], rel=1e-4)
 
 
 @pytest.mark.parametrize("setting", ["pairs", "lora dropout"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, setting):
-    given = {**CONSTRAINED, **SETTINGS[setting], "noise_gamma": 1.0, "readout_token_fraction": 0.5}
+    given = dict(CONSTRAINED, **SETTINGS[setting], noise_gamma=1.0, readout_token_fraction=0.5)
     straight = trained(
         SFTDescentTrainer, tmp_path / "straight", **given, save_strategy="steps", save_steps=2
     )
@@ -194,10 +210,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, setting):
 
 @pytest.mark.parametrize("setting", ["lora", "packed", "padding free", "pairs"])
 def test_checkpointing_draws_the_same_noise(tmp_path, setting):
-    given = {**CONSTRAINED, **SETTINGS[setting]}
+    given = dict(CONSTRAINED, **SETTINGS[setting])
     losses = {}
     for gamma, checkpointing in ((0.0, False), (1.0, False), (1.0, True)):
-        given |= {"noise_gamma": gamma, "activation_checkpointing": checkpointing}
+        given.update(noise_gamma=gamma, activation_checkpointing=checkpointing)
         trainer = trained(SFTDescentTrainer, tmp_path, **given)
         losses[gamma, checkpointing] = [log["loss"] for log in history(trainer)[:-1]]
     assert losses[1.0, True] == pytest.approx(losses[1.0, False], rel=1e-5)
@@ -215,7 +231,8 @@ def test_erm_takes_noise(tmp_path):
 @pytest.mark.parametrize("setting", ["pairs", "packed", "lora"])
 def test_robustness_without_noise_is_the_evaluation(tmp_path, setting):
     trainer = trained(SFTDescentTrainer, tmp_path, **CONSTRAINED, **SETTINGS[setting])
-    metrics, raw = trainer.evaluate(), pairs(9, 40)
+    metrics = trainer.evaluate()
+    raw = pairs(9, 40)
     for dataset in (None, raw, raw.to_iterable_dataset()):
         curve = trainer.evaluate_robustness(dataset, gammas=[0.0, 4.0], draws=1)
         assert curve.losses[0, 0] == pytest.approx(metrics["eval_loss"], rel=1e-5)
@@ -320,7 +337,8 @@ def test_preview_of_an_image_and_its_text(tmp_path):
     """Of which TRL makes tokens in the collator alone."""
     tok = tokenizer(chat=False)
     tok.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tok.image_token, pixels = "<image>", {"height": 8, "width": 8}
+    tok.image_token = "<image>"
+    pixels = {"height": 8, "width": 8}
     images = transformers.CLIPImageProcessorPil(size=pixels, crop_size=pixels)
     sizes = {
         "hidden_size": 16,
@@ -340,16 +358,15 @@ def test_preview_of_an_image_and_its_text(tmp_path):
         "vision_feature_select_strategy": "default",
     }
     processor = transformers.LlavaProcessor(images, tok, **given, chat_template=template)
-    ask, answer = (
-        [{"role": "user", "content": "what? "}],
-        [{"role": "assistant", "content": "a cat"}],
-    )
+    ask = [{"role": "user", "content": "what? "}]
+    answer = [{"role": "assistant", "content": "a cat"}]
     row = {"images": [Image.new("RGB", (8, 8))], "prompt": ask, "completion": answer}
     args = SFTDescentConfig(
         str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None
     )
     model = transformers.LlavaForConditionalGeneration(config)
     rows = Dataset.from_list([row] * 4)
+
     assert SFTDescentTrainer(
         model, args, train_dataset=rows, processing_class=processor
     ).preview() == (
@@ -427,7 +444,9 @@ def language_model(name, **config):
     """A model whose layers all matter, which may have 128 positions."""
     model_class = getattr(transformers, name)
     fields = {**MODELS.get(name, MODELS["LlamaForCausalLM"]), "vocab_size": len(TOKENIZER)}
-    fields |= {size: 128 for size in ("max_position_embeddings", "n_positions") if size in fields}
+    fields.update(
+        {size: 128 for size in ("max_position_embeddings", "n_positions") if size in fields}
+    )
     return spread(model_class(model_class.config_class(**fields | config)))
 
 
@@ -481,7 +500,9 @@ def test_one_document_in_a_row_sees_no_other(tmp_path):
     strung, padded = (
         make(SFTDescentTrainer, tmp_path, **given, **settings) for given in (STRUNG, {})
     )
+
     assert strung.evaluate()["eval_loss"] == pytest.approx(padded.evaluate()["eval_loss"], rel=1e-5)
+
     strung.train()
     # A first row with one document, unlike those to come.
     long = {
@@ -497,7 +518,9 @@ def test_one_document_in_a_row_sees_no_other(tmp_path):
         **long,
         train_sampling_strategy="sequential",
     )
+
     assert len(packed.train_dataset[0]["seq_lengths"]) == 1
+
     with pytest.raises(ValueError, match="see one another"):
         packed.train()
 
@@ -513,6 +536,7 @@ def test_a_collator_that_flattens_is_tried_too(tmp_path, name):
     )
     collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     trainer = DescentTrainer(language_model(name), args, train_dataset=rows, data_collator=collator)
+
     with (
         pytest.raises(ValueError, match="see one another")
         if name.startswith("OPT")
@@ -536,14 +560,11 @@ def test_importing_the_package_needs_neither_trl_nor_peft():
 @pytest.mark.parametrize("coefficient", [None, 5.0])
 def test_the_router_s_loss_weighs_what_the_config_says(tmp_path, coefficient):
     routers = []
+
     for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"dual_warmup_steps": 1})):
         if coefficient is not None:
             given["router_aux_loss_coef"] = coefficient
-        given |= {
-            "max_steps": 1,
-            "optim": "sgd",
-            "max_grad_norm": 0.0,
-        }
+        given.update(max_steps=1, optim="sgd", max_grad_norm=0.0)
         trainer = trained(cls, tmp_path, model=mixtral, learning_rate=1.0, **given)
         routers.append(
             [
@@ -552,7 +573,9 @@ def test_the_router_s_loss_weighs_what_the_config_says(tmp_path, coefficient):
                 if name.endswith("gate.weight")
             ]
         )
+
     assert len(routers[0]) > 0
+
     torch.testing.assert_close(*routers, rtol=1e-4, atol=1e-7)
 
 
@@ -574,4 +597,5 @@ def test_rows_that_trl_leaves_to_the_collator_are_evaluated(tmp_path):
         SFTDescentTrainer, tmp_path, lambda: rows, keywords={"data_collator": collate}, **settings
     )
     loss = trainer.evaluate()["eval_loss"]
+
     assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)

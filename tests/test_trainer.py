@@ -34,7 +34,10 @@ DATA_TEST = classification_data(32, seed=1)
 @pytest.mark.parametrize("negative_weights", ["keep", "clip"])
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_training_equals_a_naive_primal_dual_loop(tmp_path, negative_weights, warmup):
-    alpha, f0, eta, c = 0.4, 1.0, 0.3, 0.1
+    alpha = 0.4
+    f0 = 1.0
+    eta = 0.3
+    c = 0.1
     args = config(
         tmp_path, max_steps=8, descent_alpha=alpha, initial_loss_bound=f0, dual_learning_rate=eta, dual_optim="sgd",
         resilience=c, normalize_violations=False, negative_weights=negative_weights, dual_warmup_steps=warmup,
@@ -42,7 +45,8 @@ def test_training_equals_a_naive_primal_dual_loop(tmp_path, negative_weights, wa
     )  # fmt: skip
     trainer = trained(bert(), args, InOrder, train_dataset=DATA)
 
-    model, lam = bert(), torch.zeros(3)
+    model = bert()
+    lam = torch.zeros(3)
     model.train()
     optimizer = torch.optim.AdamW(
         [
@@ -57,6 +61,7 @@ def test_training_equals_a_naive_primal_dual_loop(tmp_path, negative_weights, wa
         ],
         lr=1e-2,
     )
+
     for step, batch in enumerate(batches(DATA)):
         f = naive_layer_losses(model, batch)
         active = step >= warmup
@@ -75,8 +80,11 @@ def test_training_equals_a_naive_primal_dual_loop(tmp_path, negative_weights, wa
             previous = torch.cat([torch.tensor([f0]), f.detach()[:-1]])
             violations = f.detach() - (1 - alpha) * previous
             lam = (lam + eta * (violations - c * lam)).clamp(min=0)
+
     torch.testing.assert_close(trainer.multipliers.values, lam, rtol=1e-3, atol=1e-5)
+
     assert lam.max() > 0.2
+
     torch.testing.assert_close(trainer.model.state_dict(), model.state_dict(), rtol=1e-3, atol=2e-4)
 
 
@@ -115,17 +123,20 @@ def test_erm_is_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_path, task, 
     )
     erm = DescentConfig(str(tmp_path), objective="erm", **shared)
     _, ours, our_weights = run(DescentTrainer, make(), erm, data, eval_dataset=data[:20])
+
     assert [
         {name: log[name] for name in stock} for log, stock in zip(ours, logs, strict=True)
     ] == logs
     assert our_weights.equal(weights) and all(
         "eval_layer_loss_1" in log for log in ours if "eval_loss" in log
     )
+
     if task == "language":
         return  # read in tiles, whose rounding Adam scales up
     warm_up = DescentConfig(str(tmp_path), dual_warmup_steps=6, **shared)
     trainer, _, warm_weights = run(DescentTrainer, make(), warm_up, data, eval_dataset=data[:20])
     torch.testing.assert_close(warm_weights, weights, rtol=0, atol=1e-6)
+
     assert trainer.multipliers.values.tolist() == [0, 0, 0]
 
 
@@ -171,10 +182,12 @@ def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, l
         remove_unused_columns=False,
     )
     found = []
+
     for trainer_class in (DescentTrainer, Trainer):
         given = {"eval_dataset": rows, "data_collator": collate}
         trainer, _, weights = run(trainer_class, Reconstruct(), args, rows, **given)
         found.append((weights.tolist(), trainer.evaluate().get("eval_loss")))
+
     assert found[0] == found[1]
 
 
@@ -198,6 +211,7 @@ def test_a_model_that_draws_does_not_seem_to_scale_its_loss(tmp_path):
         gradient_accumulation_steps=4,
     )
     _, logs, _ = run(DescentTrainer, Noisy(), args, rows)
+
     assert logs[0]["loss"] == pytest.approx(
         35, rel=0.2
     )  # the mean square of 10 x, and not four times that
@@ -228,6 +242,7 @@ def test_a_compute_loss_of_ones_own_trains_plainly_and_is_refused_where_layers_a
         return run(trainer_class, bert(), config(tmp_path, objective=objective, max_steps=3))[2]
 
     stock = weights(OwnTrainer, "erm")
+
     for trainer_class in (Before, Behind):
         assert weights(trainer_class, "erm").equal(stock)
         with pytest.raises(ValueError, match="layer_loss_fn"):
@@ -289,9 +304,12 @@ def test_whole_labels_of_a_single_logit_train_as_numbers(tmp_path):
         trainer_class(bert(num_labels=1), args, train_dataset=rows).train().training_loss
         for trainer_class in (DescentTrainer, Trainer)
     )
+
     assert ours == pytest.approx(stock, rel=1e-5)
+
     auto = config(tmp_path, initial_loss_bound="auto", descent_alpha="auto", dual_warmup_steps=2)
     trainer = DescentTrainer(bert(num_labels=1), auto, train_dataset=rows)
+
     with pytest.raises(ValueError, match="whole labels of a single logit.*give them as floats"):
         trainer.train()
 
@@ -316,14 +334,23 @@ def test_the_progress_bar_leaves_single_layers_out_and_ones_own_stays(tmp_path, 
 
     args = config(tmp_path, disable_tqdm=False, exit_targets={1: 0.1}, loss_targets={2: 0.5})
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
+
     assert not {ProgressCallback, PrinterCallback} & {*kinds(trainer)}
+
     trainer.train()
+
     assert "violation_bound_2" in trainer.state.log_history[0]
+
     printed = "".join(capsys.readouterr())
+
     assert "max_violation" in printed and not re.search("layer_loss_1|exit_1|bound_2", printed)
+
     own = kinds(DescentTrainer(bert(), config(tmp_path, disable_tqdm=False), callbacks=[Own]))
+
     assert own.count(Own) == 1 and ProgressCallback not in own
+
     args = config(tmp_path, objective="erm", disable_tqdm=False)
+
     assert kinds(DescentTrainer(bert(), args)) == kinds(Trainer(bert(), args))
 
 
@@ -351,7 +378,9 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
     else:
         settings["torch_compile_backend"] = backend
     compiled = trained("compiled")
+
     assert counters["frames"]["ok"] > 0
+
     torch.testing.assert_close(
         compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5
     )

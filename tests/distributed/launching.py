@@ -56,19 +56,27 @@ def read(folder):
 
 def assert_same(single, double, coarse=1):
     """The same losses, multipliers and weights to float32 rounding (or `coarse` times that), from the same steps."""
-    (single, single_weights), (double, weights) = single, double
+    (single, single_weights) = single
+    (double, weights) = double
+
     assert all(values == double["multipliers"][0] for values in double["multipliers"])
+
     tolerance = {"rel": 1e-3 * coarse, "abs": 1e-5 * coarse}
+
     assert double["multipliers"][0] == pytest.approx(single["multipliers"][0], **tolerance)
     assert double["losses"] == pytest.approx(single["losses"], rel=1e-4 * coarse)
     assert double["path"] == pytest.approx(single["path"], **tolerance)
     assert double["eval"] == pytest.approx(single["eval"], rel=1e-4 * coarse)
+
     one, two = (
         json.loads(json.dumps(run["problem"])) for run in (single, double)
     )  # the latter was written
+
     for name in ("initial_loss_bound", "chance_loss"):
         # Of a number alone: plain training has none.
         assert (two.pop(name, None) or 0.0) == pytest.approx(one.pop(name, None) or 0.0, rel=1e-4)
+
     assert one == two
+
     weights = {name: weight.float() for name, weight in weights.items()}
     torch.testing.assert_close(weights, single_weights, rtol=1e-3 * coarse, atol=1e-5 * coarse)

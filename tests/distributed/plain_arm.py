@@ -28,7 +28,8 @@ def weights(trainer):
 def main(output_dir):
     both = trainer_in(f"{output_dir}/both")
     found = both.train_with_plain()
-    alone, profiles = {}, {}
+    alone = {}
+    profiles = {}
     for name in ("erm", "descent"):  # each is made just before it trains: that sets the seed
         alone[name] = trainer_in(f"{output_dir}/{name}", objective=name)
         alone[name].train()

@@ -48,10 +48,10 @@ ADDED = {
 
 
 def settings(kind):
-    return {
-        **SETTINGS,
+    return dict(
+        SETTINGS,
         **{name: value for word in kind.split() for name, value in ADDED.get(word, {}).items()},
-    }
+    )
 
 
 def deep(kind):
@@ -90,7 +90,8 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, tensors):
         super().__init__()
-        self.storages, self.peak = WeakValueDictionary(), 0
+        self.storages = WeakValueDictionary()
+        self.peak = 0
         self.hold(tensors)
 
     def hold(self, tensors):
@@ -114,11 +115,13 @@ class Peaks(TrainerCallback):
         self.alive = alive
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.alive.peak, self.sizes = 0, {}
+        self.alive.peak = 0
+        self.sizes = {}
 
     def end_passes(self):
         if not self.sizes:
-            self.sizes["passes"], self.alive.peak = self.alive.peak, 0
+            self.sizes["passes"] = self.alive.peak
+            self.alive.peak = 0
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.end_passes()
@@ -156,8 +159,10 @@ def peaks(folder, kind):
         return step(*args, **kwargs)
 
     plugin.deepspeed_config["zero_optimization"] |= BUFFERS
+
     with mock.patch.object(DeepSpeedEngine, "step", end_passes_and_step), alive:
         trainer.train()
+
     return found.sizes
 
 

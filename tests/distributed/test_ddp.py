@@ -23,12 +23,12 @@ CASES = {
     "classification": ("classification", {}),
     "classification, plain training": ("classification", {"objective": "erm"}),
     "evaluated before training": ("classification", {"evaluate_first": True}), "language": ("language", LANGUAGE),
-    "auto": ("language", {**AUTO, **SAVED}), "image": ("image", {"ddp_find_unused_parameters": False}),
+    "auto": ("language", dict(AUTO, **SAVED)), "image": ("image", {"ddp_find_unused_parameters": False}),
     "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
     "image, plain training": ("image", {"objective": "erm"}), "readout": ("readout", {}),
     "checkpointed readout": ("readout", {"gradient_checkpointing": True}),
     "own loss": ("own loss", LANGUAGE), "own loss, plain training": ("own loss", {"objective": "erm"}),
-    "fine-tuning": ("sft", {**LANGUAGE, **SAVED}), "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
+    "fine-tuning": ("sft", dict(LANGUAGE, **SAVED)), "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),
     "checkpointed adapters": ("sft", {**LANGUAGE, "lora": True, "gradient_checkpointing": True}),
     "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
@@ -53,21 +53,27 @@ def single(tmp_path_factory):
 @pytest.fixture(scope="module")
 def double(tmp_path_factory, single):
     jobs = {f"{name}, 2x4": job(task, **settings) for name, (task, settings) in CASES.items()}
-    jobs |= {
-        f"{name}, 2x2x2": job(task, 2, 2, **settings) for name, (task, settings) in CASES.items()
-    }
+    jobs.update(
+        {f"{name}, 2x2x2": job(task, 2, 2, **settings) for name, (task, settings) in CASES.items()}
+    )
+
     for name in ("auto", "fine-tuning"):
         task, settings = CASES[name]
         jobs[f"{name}, resumed"] = job(
             task, **settings, resume_from=str(single[0] / name / "checkpoint-10")
         )
-    jobs |= {"noise": job("language", 2, 2, **NOISY), "noise again": job("language", 2, 2, **NOISY)}
-    jobs |= {"scored": job("sft", **SCORED, per_device_eval_batch_size=4)}
-    jobs |= {
-        "sampled, 2x4": job("language", **SAMPLED),
-        "sampled, 2x2x2": job("language", 2, 2, **SAMPLED),
-    }
-    jobs |= {"poisoned": job("classification", **POISONED)}
+
+    jobs.update(
+        {"noise": job("language", 2, 2, **NOISY), "noise again": job("language", 2, 2, **NOISY)}
+    )
+    jobs.update(scored=job("sft", **SCORED, per_device_eval_batch_size=4))
+    jobs.update(
+        {
+            "sampled, 2x4": job("language", **SAMPLED),
+            "sampled, 2x2x2": job("language", 2, 2, **SAMPLED),
+        }
+    )
+    jobs.update(poisoned=job("classification", **POISONED))
     folder = tmp_path_factory.mktemp("double")
     return folder, launch(folder, jobs)
 
@@ -76,7 +82,8 @@ def double(tmp_path_factory, single):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("way", ["2x4", "2x2x2"])
 def test_the_number_of_processes_does_not_matter(single, double, name, way):
-    single, double = single[1][name], double[1][f"{name}, {way}"]
+    single = single[1][name]
+    double = double[1][f"{name}, {way}"]
     assert (single[0]["processes"], double[0]["processes"]) == (1, 2)
     assert double[0]["type"] == "MULTI_CPU"
     assert_same(single, double, coarse=100 if name == "bfloat16" else 1)
@@ -87,7 +94,9 @@ def test_the_number_of_processes_does_not_matter(single, double, name, way):
 @pytest.mark.parametrize("name", ["auto", "fine-tuning"])
 def test_another_number_of_processes_resumes(tmp_path, single, double, name):
     """Also within the warm-up of "auto"."""
-    (_, straight), (folder, runs), (task, settings) = single, double, CASES[name]
+    (_, straight) = single
+    (folder, runs) = double
+    (task, settings) = CASES[name]
     checkpoint = str(folder / f"{name}, 2x4" / "checkpoint-10")
     for resumed in (
         train(tmp_path, task, **settings, resume_from=checkpoint),
@@ -105,12 +114,17 @@ def test_metrics_are_those_of_one_process(tmp_path, single, double):
         expected, found = metrics(name)
         # Of plain training it is a mean over batches, in which the row that fills the last one counts.
         assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-2)
+
     # Rows that fill the last batch count in no other metric, nor in a prediction of padding-free rows.
     expected, found = metrics("strung together")
+
     assert expected["test_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
     for name in ("test_loss", "test_layer_loss_1", "eval_loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
     expected = train(tmp_path, "sft", **SCORED, per_device_eval_batch_size=8)[0]["metrics"]
+
     for name in ("eval_mean_token_accuracy", "eval_entropy"):
         assert double[1]["scored"][0]["metrics"][name] == pytest.approx(expected[name], rel=1e-4)
 
@@ -129,8 +143,11 @@ def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, d
 
     monkeypatch.setattr(TiledLosses, "_generator", draw)
     alone = train(tmp_path, "language", batch, 8 // batch, **SAMPLED)
+
     assert len(drawn) == 20 * 8 // batch
+
     assert_same(alone, double[1][f"sampled, {way}"])
+
     with pytest.raises(AssertionError):  # so other draws would show
         assert_same(alone, single[1]["language"])
 
@@ -138,16 +155,23 @@ def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, d
 @pytest.mark.slow
 def test_noise_is_reproducible_and_independent_across_processes(tmp_path, double):
     first, again = (double[1][name][0] for name in ("noise", "noise again"))
+
     assert first["sigma"] == train(tmp_path, "language", 4, 2, **NOISY)[0]["sigma"]
     assert first["noise"] == again["noise"] and first["losses"] == again["losses"]
+
     draws = np.array(first["noise"])  # [processes, micro-steps, batch, seq, hidden]
+
     assert draws.shape[:3] == (2, 4 * 2, 2)
     assert draws.std() == pytest.approx(0.5 * first["sigma"], rel=0.05)
+
     correlations = np.corrcoef(draws.reshape(2 * 8, -1)) - np.eye(16)
+
     assert np.abs(correlations).max() < 5 / np.sqrt(draws[0, 0].size)
+
     # What a run with this seed draws for a process, a step and a micro-step, however it came there.
     model = llama()
     drawn = recorded_noise(model)
+
     with EmbeddingNoise(model, 0.5, seed=7, sigma=first["sigma"]) as noise:
         for process, step, micro_step in ((0, 0, 0), (1, 3, 1)):
             noise.reseed(process, step, micro_step)

@@ -49,10 +49,12 @@ def runs(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["2x4", "2x2x2"])
 def test_the_limit_acts_in_two_processes_as_in_one(runs, way):
-    alone, double = runs[0], runs[1][way]
+    alone = runs[0]
+    double = runs[1][way]
     assert_same(alone, double)
     assert double[0]["rises"] == pytest.approx(alone[0]["rises"], rel=1e-3, abs=1e-5)
-    ours, theirs = guard_states(alone), guard_states(double)
+    ours = guard_states(alone)
+    theirs = guard_states(double)
     for name, state in ours.items():
         torch.testing.assert_close(theirs[name], state, rtol=1e-3, atol=1e-5)
     # It acts at all: f_L rises beyond its limit, and the multipliers of layers that violate their rows shrink.

@@ -43,6 +43,7 @@ def test_shards_are_those_of_two_real_processes(tmp_path):
 @pytest.mark.parametrize("launcher", [each for name, each in BACKENDS.items() if name != "fsdp2"])
 def test_peaks_are_within_a_tenth_of_two_real_processes(launcher, tmp_path):
     kinds = ("float32", "bfloat16", "adapters")
+
     for kind, found in measured(launcher, tmp_path, *kinds).items():
         planned = PlannedModel(lambda shape, kind=kind: deep(kind), batch(2))
         cost = planned.launched(planned.step(batch(2), config(tmp_path, **settings(kind))), 2)[
@@ -70,6 +71,7 @@ def test_peaks_under_fsdp2_are_within_a_twentieth_of_two_real_processes(tmp_path
         "adapters checkpointed",
         "float32 accumulated",
     )
+
     for kind, found in measured("fsdp2", tmp_path, *kinds).items():
         planned = PlannedModel(lambda shape, kind=kind: deep(kind), batch(2))
         args = config(tmp_path, **settings(kind))

@@ -110,14 +110,18 @@ def test_sharded_runs_leave_a_whole_model_and_resume_noise_at_its_scale(doubles,
     """Sharded weights are saved without the model's config, and the embeddings are no longer those of the start."""
     result, weights = doubles(backend)["full"]
     assert_close(AutoModelForCausalLM.from_pretrained(result["folder"]).state_dict(), weights)
+
     with safe_open(
         f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt"
     ) as adapter:
         assert len(adapter.keys()) > 2
+
     straight, resumed = (doubles(backend)[name] for name in ("noisy", "noisy, resumed"))
+
     assert straight[0]["sigma"] == resumed[0]["sigma"] > 0
     assert straight[1]["model.embed_tokens.weight"].float().std() > 1.1 * straight[0]["sigma"]
     assert straight[0]["multipliers"] == resumed[0]["multipliers"]
+
     assert_same(
         (straight[0] | {name: resumed[0][name] for name in ("losses", "path")}, straight[1]),
         resumed,

@@ -28,8 +28,8 @@ def plain_layers(folder, batch_size):
 
 
 def work(rank, port, folder):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     for count in (20, 8):
@@ -44,7 +44,9 @@ def test_the_number_of_processes_does_not_matter(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+
     torch.multiprocessing.spawn(work, (port, tmp_path), nprocs=2)
+
     for rank in (0, 1):
         np.testing.assert_allclose(
             np.load(tmp_path / f"plain-{rank}.npy"), plain_layers(tmp_path, 8), rtol=1e-6

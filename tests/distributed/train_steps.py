@@ -255,6 +255,7 @@ def train(
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if weights is None:  # on all processes but the first
         weights = {}
+
     for name in environment:
         del os.environ[name]
 

@@ -57,7 +57,8 @@ class Countdown:
     """Calls `last` instead of the original at the n-th call."""
 
     def __init__(self, calls, last=die):
-        self.calls, self.last = calls, last
+        self.calls = calls
+        self.last = last
 
     def __call__(self, original):
         def counted(*args, **kwargs):
@@ -156,14 +157,18 @@ def last_complete(folder):
 
 def run(kills, seed=0):
     """(kills made, runs finished equal to the straight one) by site; AssertionError where anything was lost."""
-    generator, made, finished = random.Random(seed), collections.Counter(), 0
+    generator = random.Random(seed)
+    made = collections.Counter()
+    finished = 0
+
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "straight"
         start = time.monotonic()
         assert os.waitpid(fork(folder), 0)[1] == 0
         duration = time.monotonic() - start
         expected = torch.load(folder / "final.pt", weights_only=True)
-        number, complete = 0, 0
+        number = 0
+        complete = 0
         while sum(made.values()) < kills or complete:
             folder = Path(root) / f"killed-{number}"
             site = (
@@ -194,7 +199,10 @@ def run(kills, seed=0):
             final = torch.load(folder / "final.pt", weights_only=True)
             for name, value in expected.items():
                 assert torch.equal(final[name], value), f"{name} differs after {dict(made)}"
-            finished, number, complete = finished + 1, number + 1, 0
+            finished = finished + 1
+            number = number + 1
+            complete = 0
+
     return made, finished
 
 

@@ -52,7 +52,9 @@ def test_1x8_4x2_and_8x1_agree(tmp_path, objective, task):
     )
     sizes = (8, 2, 1) if objective == "descent" else (8, 2)
     runs = [run(tmp_path, make(), data, size, max_steps=3, **arguments) for size in sizes]
-    (reference, logs), others = runs[0], runs[1:]
+    (reference, logs) = runs[0]
+    others = runs[1:]
+
     for trainer, other_logs in others:
         assert [log["loss"] for log in other_logs] == pytest.approx(
             [log["loss"] for log in logs], rel=1e-5
@@ -83,14 +85,16 @@ def test_smoothed_labels_of_a_model_that_takes_no_items(tmp_path, objective):
 
 def test_labels_that_are_masked_at_random_on_the_device_train_as_by_trainer(tmp_path):
     norms = []
+
     for base in (Trainer, DescentTrainer):
 
         class Masking(base):
             def _prepare_inputs(self, inputs):
                 inputs = super()._prepare_inputs(inputs)
-                return inputs | {
-                    "labels": inputs["labels"].where(torch.rand(inputs["labels"].shape) < 0.5, -100)
-                }
+                return dict(
+                    inputs,
+                    labels=inputs["labels"].where(torch.rand(inputs["labels"].shape) < 0.5, -100),
+                )
 
         model = llama()
         model.accepts_loss_kwargs = False
@@ -99,6 +103,7 @@ def test_labels_that_are_masked_at_random_on_the_device_train_as_by_trainer(tmp_
         )
         trainer.train()
         norms.append([log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log])
+
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
@@ -116,7 +121,8 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path, readouts):
 
 
 def by_items(outputs, labels, num_items_in_batch=None):
-    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    labels = labels[:, 1:].flatten()
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
 
 
@@ -125,12 +131,18 @@ def by_items(outputs, labels, num_items_in_batch=None):
 def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss, caplog):
     """Its layer losses are no zeros, which would meet every constraint."""
     data = language_data(ragged=False)
+
     for row in data[16:24]:  # the third of five steps
         row["labels"] = torch.full_like(row["labels"], -100)
+
     trainer, _ = run(tmp_path, llama(), data, 8, loss, objective=objective, dual_optim="sgd")
+
     assert "not finite" not in caplog.text
+
     logs = {log["step"]: log for log in trainer.state.log_history if "grad_norm" in log}
+
     assert "layer_loss_1" in logs[2] and "layer_loss_1" not in logs[3]
+
     losses = torch.tensor(
         [[logs[step][f"layer_loss_{layer}"] for layer in (1, 2, 3)] for step in (1, 2, 4, 5)]
     )
@@ -145,19 +157,24 @@ def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss, ca
 
 def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_path):
     """24 rows are a step of 16 and half of one; Trainer keeps the gradient of the half for the epoch after."""
-    model, rows = bert().eval(), classification_data(24)
+    model = bert().eval()
+    rows = classification_data(24)
     trainer, logs = run(
         tmp_path, bert(), Stream(rows), 8, objective="descent", gradient_accumulation_steps=2
     )
+
     assert len(logs) == 5
+
     for log in logs[:2]:
         with torch.no_grad():
             expected = naive_layer_losses(model, next(batches(rows[:16], 16))).tolist()
         assert [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
             expected, rel=0.02
         )
+
     trainer.save_model()
     seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)
+
     assert (
         RunFolder(tmp_path).summary["step_seconds"] > 0.05 * seconds
     )  # Trainer asks for batches after the last, too
@@ -180,6 +197,7 @@ def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_the
         return losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
 
     finals = []
+
     for function in (mean, total):
         for batch in (8, 2):
             trainer, _ = run(tmp_path, bert(), classification_data(), batch, function)

@@ -105,6 +105,7 @@ def test_rows_with_fixed_references_rest_where_each_holds_the_other_losses_fixed
     theta, multipliers = rest(
         solve(tmp_path, 250, dual_optim="sgd", dual_learning_rate=0.2, **settings)
     )
+
     assert theta == pytest.approx(expected, abs=0.003)
     assert multipliers[0] == pytest.approx((1.5 - expected) / expected, abs=0.01)
 
@@ -122,13 +123,11 @@ def test_descent_rows_rest_at_the_optimum_or_where_the_layer_before_is_held_fixe
         "initial_loss_bound": 10.0,
         "normalize_violations": False,
     }
-    settings |= {
-        "dual_optim": "sgd",
-        "dual_learning_rate": 0.2,
-        "learning_rate": 0.2,
-        "negative_weights": scheme,
-    }
+    settings.update(
+        dual_optim="sgd", dual_learning_rate=0.2, learning_rate=0.2, negative_weights=scheme
+    )
     theta, multipliers = rest(solve(tmp_path, 300, model, **settings))
+
     assert theta == pytest.approx(2.0, abs=0.002)
     assert multipliers == pytest.approx([0.0, expected, 0.0], abs=0.004)
 
@@ -149,6 +148,7 @@ def test_both_forms_of_resilience_settle_at_the_same_point(tmp_path, form, dual_
     # Stationarity lambda = (1.5 - theta) / theta in g_1 = c lambda: theta^3 / 2 - 0.5 theta - c (1.5 - theta) = 0.
     roots = np.roots([0.5, 0.0, c - 0.5, -1.5 * c])
     expected = roots[np.isreal(roots)].real.item()
+
     assert theta == pytest.approx(expected, abs=0.002)
     assert multipliers == pytest.approx([(1.5 - expected) / expected, 0.0], abs=0.004)
 
@@ -162,9 +162,11 @@ def test_the_optimum_does_not_depend_on_the_unit_of_the_loss_with_normalized_vio
             return {"loss": 1000 * outputs["loss"], "logits": outputs["logits"]}
 
     paths = []
+
     for model, scale in ((Parabolas(), 1.0), (Scaled(), 1000.0)):
         settings = {"initial_loss_bound": scale, "learning_rate": 0.05 / scale, "logging_steps": 1}
         logs = solve(tmp_path, 50, model, **settings).state.log_history
         paths.append([log["multiplier_1"] for log in logs if "multiplier_1" in log])
+
     assert paths[0] == pytest.approx(paths[1], rel=1e-3)
     assert paths[0][-1] > 0.1

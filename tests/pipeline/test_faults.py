@@ -90,7 +90,7 @@ class FullDisk(TrainerCallback):
 
 
 IN_TIME = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True, "resilience": 0.1}
-IN_TIME |= {"resilience_form": "slack"}
+IN_TIME.update(resilience_form="slack")
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def rewrite(path, tensors=None, state=None):
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["state"])
     save_file(
-        {**load_file(path), **(tensors or {})},
+        dict(load_file(path), **(tensors or {})),
         path,
-        metadata={"state": json.dumps({**meta, **(state or {})})},
+        metadata={"state": json.dumps(dict(meta, **(state or {})))},
     )
 
 
@@ -165,10 +165,10 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
         (lambda path: rewrite(path, {"averages": torch.ones(4)}), "averages"),
         (lambda path: rewrite(path, state={"active_from": None}), "NoneType"),
         (
-            lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": float("nan")}}),
+            lambda path: rewrite(path, state={"problem": dict(PROBLEM, chance_loss=float("nan"))}),
             "nan",
         ),
-        (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": -1.0}}), "-1.0"),
+        (lambda path: rewrite(path, state={"problem": dict(PROBLEM, chance_loss=-1.0)}), "-1.0"),
         (
             lambda path: save_file(load_file(path), path, metadata={"state": '{"active_from": 0}'}),
             "cannot be read",
@@ -215,14 +215,17 @@ def test_one_layer_in_one_micro_batch_that_is_not_finite_moves_no_multiplier(
         )
 
     steps = []
+
     for bad in (None, 5 * 3 + 2):  # layer 2 of the sixth micro-batch, which is in the third step
-        loss_fn.calls, loss_fn.bad = 0, bad
+        loss_fn.calls = 0
+        loss_fn.bad = bad
         args = config(
             tmp_path, max_steps=5, learning_rate=0.0, dual_optim="sgd", gradient_accumulation_steps=2,
             per_device_train_batch_size=4,
         )  # fmt: skip
         trainer = trained(bert(), args, InOrder, train_dataset=DATA, layer_loss_fn=loss_fn)
         steps.append(trainer.multipliers.steps.item())
+
     assert steps == [5, 4]
     assert caplog.text.count("The loss of layer 2 was not finite") == 1
 
@@ -268,7 +271,8 @@ class Census(TrainerCallback):
 
 @pytest.mark.slow
 def test_a_long_run_holds_no_more_and_more(tmp_path):
-    census, model = Census(), bert(dropout=0.1)
+    census = Census()
+    model = bert(dropout=0.1)
     args = config(
         tmp_path, max_steps=500, noise_gamma=0.4, resilience=0.1, resilience_form="slack", eval_strategy="steps",
         eval_steps=25, save_strategy="steps", save_steps=25, save_total_limit=2, logging_steps=25,
@@ -282,12 +286,15 @@ def test_a_long_run_holds_no_more_and_more(tmp_path):
     (memory, *before), (memory_after, *after) = (
         [max(column) for column in zip(*rows)] for rows in (census.rows[:half], census.rows[half:])
     )
+
     assert len(census.rows) == 10 and memory_after <= memory + 8  # megabytes: the allocator's play
     assert all(later <= earlier for later, earlier in zip(after, before)) and after[-1] <= 3
+
     # A forward that is asked for hidden states leaves hooks of transformers' own behind, which record nothing later.
     stock = bert()
     stock(
         **{name: value[None] for name, value in DATA[0].items() if name != "labels"},
         output_hidden_states=True,
     )
+
     assert hooks(model) == hooks(stock)

@@ -32,7 +32,8 @@ def table(draw, rows, columns, values):
 @st.composite
 def batches(draw, language):
     """Inputs and labels of any size, also none, ragged by their masks, with labels ignored or impossible."""
-    rows, length = draw(st.integers(0, 4)), draw(st.sampled_from([0, 1, 1, 2, 5, 32]))
+    rows = draw(st.integers(0, 4))
+    length = draw(st.sampled_from([0, 1, 1, 2, 5, 32]))
     odd = draw(st.integers(0, 3)) == 0
     ids = table(draw, rows, length, st.one_of(IDS, ODD_IDS) if odd else IDS)
     lengths = torch.tensor(
@@ -57,10 +58,8 @@ def batches(draw, language):
 def naive_losses(model, batch, language):
     """Layer losses in plain torch, mean over the labels that are not ignored; none where there is no such label."""
     with torch.no_grad():
-        labels, inputs = (
-            batch["labels"],
-            {name: batch[name] for name in ("input_ids", "attention_mask")},
-        )
+        labels = batch["labels"]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         if language:
             hidden = model.model(**inputs, output_hidden_states=True).hidden_states[1:-1]
             recorded = []
@@ -95,7 +94,8 @@ def one_step(folder, model, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("language", [False, True], ids=["classification", "language"])
 def test_any_batch_gives_a_right_step_or_an_error(tmp_path, language):
-    outcomes, said = {"step": 0, "error": 0}, []
+    outcomes = {"step": 0, "error": 0}
+    said = []
 
     @deterministic
     @given(batches(language))
@@ -126,4 +126,5 @@ def test_any_batch_gives_a_right_step_or_an_error(tmp_path, language):
         )  # at rate 0: no gradient was spoilt
 
     check()
+
     assert min(outcomes.values()) > 3 and all(said)

@@ -34,13 +34,19 @@ LOSSES = st.lists(
 
 def naive_multipliers(args, problem, steps):
     """Plain projected ascent, as the paper writes it (Algorithm 1), in python's numbers."""
-    values, layers, alpha = [0.0] * 3, problem["constrained_layers"], problem["alpha"]
-    bound, average, weight = problem["initial_loss_bound"], 0.0, 0.0
+    values = [0.0] * 3
+    layers = problem["constrained_layers"]
+    alpha = problem["alpha"]
+    bound = problem["initial_loss_bound"]
+    average = 0.0
+    weight = 0.0
     scale = bound if args.normalize_violations else 1.0
+
     for losses in steps:
         if not all(map(math.isfinite, losses)):
             continue
-        average, weight = 0.98 * average + 0.02 * losses[2], 0.98 * weight + 0.02
+        average = 0.98 * average + 0.02 * losses[2]
+        weight = 0.98 * weight + 0.02
         ratio = average / weight / bound
         for index, layer in enumerate(layers):
             before = bound if index == 0 or alpha == "line" else losses[layers[index - 1] - 1]
@@ -58,11 +64,14 @@ def naive_multipliers(args, problem, steps):
                 violation - args.resilience * values[layer - 1]
             )
             values[layer - 1] = min(max(raised, 0.0), args.multiplier_max or math.inf)
+
     return values
 
 
 def test_any_settings_give_right_multipliers_or_an_error_that_names_them(tmp_path):
-    outcomes, compared, unnamed = {"taken": 0, "refused": 0}, 0, []
+    outcomes = {"taken": 0, "refused": 0}
+    compared = 0
+    unnamed = []
 
     @settings(derandomize=True, database=None, deadline=None, max_examples=300)
     @given(st.fixed_dictionaries({}, optional=SETTINGS), st.lists(LOSSES, min_size=2, max_size=6))
@@ -92,5 +101,6 @@ def test_any_settings_give_right_multipliers_or_an_error_that_names_them(tmp_pat
             assert values.tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
     check()
+
     assert not unnamed
     assert min(*outcomes.values(), compared) > 20

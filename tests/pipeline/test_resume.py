@@ -62,20 +62,25 @@ def trained(folder, resume_from_checkpoint=None, **changes):
 def test_resumed_equals_straight(tmp_path, setting, stop):
     straight = trained(tmp_path, **SETTINGS[setting])
     folder = tmp_path / f"checkpoint-{stop}"
+
     for other in tmp_path.glob("checkpoint-*"):
         if other != folder:
             shutil.rmtree(other)
+
     if stop == 5:  # as by an older version
         (folder / CHECKSUMS_NAME).unlink()
 
     resumed = trained(tmp_path, resume_from_checkpoint=True, **SETTINGS[setting])
     assert_equal_runs(straight, resumed)
+
     assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
+
     if setting != "erm":
         assert torch.equal(straight.multipliers.slacks, resumed.multipliers.slacks)
         assert straight.multipliers.values.max() > 0
         assert straight.problem.state_dict() == resumed.problem.state_dict()
     logs = [[log for log in t.state.log_history if "grad_norm" in log] for t in (straight, resumed)]
+
     assert logs[0] == logs[1]
 
 
@@ -93,7 +98,8 @@ def test_the_scale_of_a_loss_of_numbers_is_that_of_the_uninterrupted_run(tmp_pat
 
 
 def test_state_is_readable_and_holds_no_pickle(tmp_path):
-    values, folder = trained(tmp_path).multipliers.values, tmp_path / "checkpoint-12"
+    values = trained(tmp_path).multipliers.values
+    folder = tmp_path / "checkpoint-12"
     assert torch.equal(load_file(folder / STATE_NAME)["multipliers.values"], values)
     mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"][
         "DescentState"
@@ -105,7 +111,8 @@ def test_state_is_readable_and_holds_no_pickle(tmp_path):
 
 def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    straight, restoring = trained(tmp_path), {"restore_callback_states_from_checkpoint": True}
+    straight = trained(tmp_path)
+    restoring = {"restore_callback_states_from_checkpoint": True}
     resumed = trained(tmp_path, str(tmp_path / "checkpoint-6"), **restoring)
     assert (
         torch.equal(resumed.multipliers.values, straight.multipliers.values)
@@ -126,10 +133,13 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
     Trainer(bert(dropout=0.2), args, train_dataset=classification_data(40)).train()
     resumed = trained(tmp_path, str(tmp_path / "checkpoint-4"), **SETTINGS["auto"])
     logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_bound_1" in log}
+
     assert (
         logs[4 + 5]["multiplier_bound_1"] == 0 < logs[4 + 6]["multiplier_bound_1"]
     )  # a warm-up after the resume
+
     again = trained(tmp_path, str(tmp_path / "checkpoint-7"), **SETTINGS["auto"])
+
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
 
@@ -137,19 +147,26 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
 def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, step):
     trained(tmp_path, **SETTINGS["auto"], max_steps=8)
     folder = tmp_path / f"checkpoint-{step}"
-    tensors, path = load_file(folder / STATE_NAME), folder / STATE_NAME
+    tensors = load_file(folder / STATE_NAME)
+    path = folder / STATE_NAME
+
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["state"])
+
     (folder / CHECKSUMS_NAME).unlink()
-    measured, other = meta["problem"]["chance_loss"], 0.875
+    measured = meta["problem"]["chance_loss"]
+    other = 0.875
+
     assert measured == meta["problem"]["initial_loss_bound"] == pytest.approx(math.log(3), rel=0.02)
-    changed = meta["problem"] | {"chance_loss": other, "initial_loss_bound": other}
+
+    changed = dict(meta["problem"], chance_loss=other, initial_loss_bound=other)
     # Version 0.1 knew no problem within its warm-up.
     older = (
         {"problem": None, "labels_until": 1.0},
         {"label_moments": torch.tensor([30.0, 1.0, 1.0])},
         measured,
     )
+
     for state, more, chance in (({"problem": changed}, {}, other), *([older] if step == 3 else [])):
         save_file(tensors | more, path, metadata={"state": json.dumps(meta | state)})
         resumed = trained(tmp_path, str(folder), **SETTINGS["auto"], max_steps=10)
@@ -194,10 +211,8 @@ def test_a_run_resumed_at_its_end_takes_no_step_and_keeps_what_it_knew(
     tmp_path, caplog, objective, steps, length
 ):
     given = {"objective": objective, "lr_scheduler_type": "constant", **length}
-    finished, resumed = (
-        trained(tmp_path, **given),
-        trained(tmp_path, resume_from_checkpoint=True, **given),
-    )
+    finished = trained(tmp_path, **given)
+    resumed = trained(tmp_path, resume_from_checkpoint=True, **given)
     resumed.save_model()
     summary = RunFolder(tmp_path).summary
     assert summary["noise_sigma"] == finished.model.config.noise_sigma
@@ -299,23 +314,23 @@ def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by
         "greater_is_better": True,
         "eval_strategy": "steps",
     }
-    given |= {
-        "eval_steps": 1,
-        "metric_for_best_model": "eval_loss",
-        "bf16": change is mix_precisions,
-    }
+    given.update(eval_steps=1, metric_for_best_model="eval_loss", bf16=change is mix_precisions)
     finished = make_renamed(tmp_path, name, **given)
     kept = keep_weights(finished)
     finished.train()
     best = finished.state.best_global_step
+
     assert best < 4
     assert all(map(torch.equal, finished.model.state_dict().values(), kept[best - 1]))
+
     torch.manual_seed(0)
     resumed = make_renamed(tmp_path, name, **given)
     optimizer_knows = {id(parameter) for parameter in resumed.model.parameters()}
     again = keep_weights(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
     assert optimizer_knows == {id(parameter) for parameter in resumed.model.parameters()}
+
     for step, wanted in zip(again, kept[2:], strict=True):
         assert all(map(torch.equal, step, wanted))
 
@@ -391,11 +406,14 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     checkpoint = tmp_path / "checkpoint-3"
     DAMAGES[damage](checkpoint / victim)
     (tmp_path / "checkpoint-2" / "modules.json").write_text("[]")  # of somebody else
+
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
     with pytest.raises(
         ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"
     ):
         trained(tmp_path, str(checkpoint))
+
     if (victim in TEXTS and damage in ("cut", "empty")) or (victim, damage) == (
         "model.safetensors",
         "missing",
@@ -455,9 +473,12 @@ def test_a_flipped_bit_is_noticed_in_weights_of_any_kind(
         )
         save = {}
     make_trainer(arguments(tmp_path, max_steps=2, **save)).train()
+
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
     (path,) = (tmp_path / "checkpoint-2").glob(victim)
     flip(path)
+
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
 
 
@@ -485,6 +506,7 @@ def test_a_damaged_best_model_is_not_taken_for_the_best_one_that_may_lack_its_op
         compute_metrics=lambda predictions: {"step": -trainer.state.global_step},
     )  # fmt: skip
     is_whole = victim == "optimizer.pt"
+
     with (
         nullcontext()
         if is_whole
@@ -523,10 +545,13 @@ def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
 
     checkpoint = str(three_steps / "checkpoint-3")
     trained(tmp_path, checkpoint, max_steps=3)
+
     assert not warnings()
+
     changes = {"multiplier_max": 7.0, "noise_gamma": 0.5, "adam_beta2": 0.9, "max_steps": 4}
     trained(tmp_path, checkpoint, **changes)
     (warning,) = warnings()
+
     assert [
         name for name in (*changes, "seed", "dual_learning_rate") if f"`{name}`" in warning
     ] == [*changes]

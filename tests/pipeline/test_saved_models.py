@@ -119,17 +119,23 @@ def test_a_ready_made_readout_is_saved_as_it_was_measured(tmp_path, name, poolin
     model.save_pretrained(
         tmp_path / "script"
     )  # what the script holds is the model that was trained
+
     for folder in ("trainer", "script"):
         saved = auto_class.from_pretrained(tmp_path / folder)
         torch.testing.assert_close(logits_of(saved, data), measured)
         assert saved.config.id2label == NAMES["id2label"]
+
     labels = torch.tensor([row["labels"] for row in data])
+
     assert loss == pytest.approx(
         torch.nn.functional.cross_entropy(logits_of(saved, data), labels).item(), rel=1e-5
     )
+
     cut = truncate(model, 2, batch_of(data))
+
     with torch.no_grad():
         read = layer_logits(model, batch_of(data))[1]
+
     torch.testing.assert_close(logits_of(cut, data), read)
     cut.save_pretrained(tmp_path / "cut")
     torch.testing.assert_close(logits_of(auto_class.from_pretrained(tmp_path / "cut"), data), read)
@@ -174,15 +180,18 @@ def test_checkpoints_the_best_model_and_a_resumed_run_have_the_readout(tmp_path)
         if "eval_loss" in entry
     }
     labels = torch.tensor([row["labels"] for row in TEXTS])
+
     for step, loss in by_step.items():
         folder = tmp_path / "whole" / f"checkpoint-{step}"
         saved = AutoModelForSequenceClassification.from_pretrained(folder)
         own = torch.nn.functional.cross_entropy(logits_of(saved, TEXTS), labels).item()
         assert own == pytest.approx(loss, rel=1e-5)
+
     assert whole.evaluate()["eval_loss"] == pytest.approx(min(by_step.values()), rel=1e-6)
 
     resumed = fitted(run("whole"), tmp_path / "whole" / "checkpoint-3")
     straight = fitted(run("straight"))
+
     for own, other in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(own, other)
 
@@ -245,17 +254,21 @@ def test_a_checkpoint_of_a_readout_that_was_not_saved_is_not_resumed(tmp_path):
 def test_a_loop_of_ones_own_trains_the_readout_that_is_saved(tmp_path):
     model = bert()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    batches = [batch_of(TEXTS) | {"labels": torch.tensor([row["labels"] for row in TEXTS])}]
+    batches = [dict(batch_of(TEXTS), labels=torch.tensor([row["labels"] for row in TEXTS]))]
     arguments = DescentArguments(initial_loss_bound=2.0)
     objective = DescentObjective(model, batches, arguments, max_steps=3, readout="mean")
+
     for batch in 3 * batches:
         objective(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
         objective.step()
+
     hidden = []
+
     with torch.no_grad(), objective.layers.readout.attach(lambda *found: hidden.append(found[2])):
         model.eval()(**batches[0])
+
     mask = batches[0]["attention_mask"][..., None]
     pooled = (hidden[-1] * mask).sum(1) / mask.sum(1)
     model.save_pretrained(tmp_path)
@@ -276,27 +289,38 @@ def test_numbers_of_a_readout_that_is_not_saved_are_not_published(tmp_path, capl
     trainer.evaluate_robustness(gammas=[0.0, 1.0])
     caplog.clear()
     trainer.save_model()
+
     assert (
         "`second_token` is not saved with the model: loaded, the model has its own" in caplog.text
     )
+
     caplog.clear()
     truncate(trainer.model, 2)
+
     assert "was trained with the readout `second_token`" in caplog.text
+
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     caplog.clear()
     truncate(saved, 2)
+
     assert "was trained with the readout `second_token`" in caplog.text
+
     caplog.clear()
     trainer.create_model_card()  # as `push_to_hub` does
+
     assert "the card gives no number that it measured" in caplog.text
+
     for text in ((tmp_path / "README.md").read_text(), (tmp_path / "model_card.json").read_text()):
         assert f"{loss:.4g}" not in text and f"{profile.losses[-1]:.4g}" not in text
         assert "second_token" in text
+
     # Files of measurements in the folder do not change that.
     profile.to_json(str(tmp_path / "layer_profile.json"))
     (tmp_path / "eval_results.json").write_text(json.dumps({"eval_accuracy": 0.92}))
     cli.main(["card", str(tmp_path)])
+
     assert "0.92" not in (tmp_path / "README.md").read_text()
+
     with pytest.raises(ValueError, match="has the metric 'accuracy'; .* has no evaluation"):
         collect(tmp_path, benchmark=["someone/benchmark", "default", "accuracy"])
 
@@ -318,8 +342,10 @@ def test_a_folder_with_numbers_of_a_readout_that_is_not_saved_is_not_pushed(
         trainer.push_to_hub("numbers that the model has")
         assert len(pushed) == 2
         return
+
     with pytest.raises(ValueError, match=r"`second_token` measured \(all_results.json, eval_res"):
         trainer.push_to_hub("numbers that it does not have")
+
     assert pushed == [("numbers of training",)]
 
 
@@ -357,10 +383,13 @@ def test_numbers_of_earlier_weights_are_not_published(tmp_path, caplog):
     trainer.train()
     trainer.save_model()
     trainer.create_model_card()
+
     assert "was after step 2, and the model is that after step 6" in caplog.text
     assert not collect(tmp_path).get("evaluation") and not collect(tmp_path).get("verdict")
+
     loss = trainer.evaluate()["eval_loss"]
     trainer.create_model_card()
+
     assert collect(tmp_path)["evaluation"]["eval_loss"] == loss and collect(tmp_path)["verdict"]
 
 

@@ -30,30 +30,39 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def constant(node):
+    """The value of a constant; `None` of any other expression, which may be anything."""
+    return node.value if isinstance(node, ast.Constant) else None
+
+
 def dangers(tree):
     """What in a syntax tree can run the contents of a file or a string."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from UNSAFE_MODULES & {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            yield from UNSAFE_MODULES & {(node.module or "").split(".")[0]}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from UNSAFE_MODULES & {node.module.split(".")[0]}
         elif isinstance(node, ast.Call):
-            name = dotted(node.func)
-            # The user's own setting, handed on, is no danger: it is off unless given.
-            own = [k for k in node.keywords if dotted(k.value) == "args.trust_remote_code"]
-            others = [k for k in node.keywords if k not in own]
-            given = {
-                k.arg: k.value.value if isinstance(k.value, ast.Constant) else None for k in others
-            }
-            if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
-                yield name
-            if name == "torch.load" and given.get("weights_only") is not True:
-                yield name
-            if name.startswith("yaml.") and "load" in name and name != "yaml.safe_load":
-                yield name
-            yield from {"allow_pickle", "shell", "trust_remote_code"} & {
-                n for n, v in given.items() if v is not False
-            }
+            yield from dangers_of_a_call(node)
+
+
+def dangers_of_a_call(node):
+    arguments = {}
+    for keyword in node.keywords:
+        # The user's own setting, handed on, is no danger: it is off unless given.
+        if dotted(keyword.value) != "args.trust_remote_code":
+            arguments[keyword.arg] = constant(keyword.value)
+
+    name = dotted(node.func)
+    if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
+        yield name
+    if name == "torch.load" and arguments.get("weights_only") is not True:
+        yield name
+    if name.startswith("yaml.") and "load" in name and name != "yaml.safe_load":
+        yield name
+    for argument in ("allow_pickle", "shell", "trust_remote_code"):
+        if arguments.get(argument, False) is not False:
+            yield argument
 
 
 def test_the_search_finds_what_it_looks_for():
@@ -110,12 +119,14 @@ def test_a_poisoned_optimizer_state_is_not_run(tmp_path):
     trainer(2).train()
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / CHECKSUMS_NAME).unlink()  # as who poisons it would do
+
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         before = (checkpoint / name).read_bytes()
         torch.save(Payload(tmp_path / "made"), checkpoint / name)
         with pytest.raises(Exception, match="[Ww]eights.only"):
             trainer(4).train(resume_from_checkpoint=str(checkpoint))
         (checkpoint / name).write_bytes(before)
+
     assert not (tmp_path / "made").exists()
 
 

@@ -72,9 +72,9 @@ T5 = {
 MIXTRAL = {
     **SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_local_experts": 3, "max_position_embeddings": 32,
 }  # fmt: skip
-MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-SPEECH = (
-    AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}
+MIXTRAL.update(output_router_logits=True, router_aux_loss_coef=0.1)
+SPEECH = dict(
+    AUDIO | SMALL, mask_time_prob=0.3, layerdrop=0.0
 )  # masks are written into the features in training
 
 
@@ -92,9 +92,9 @@ def model_of(name, settings):
 
 # name -> class, settings of its config, and what draws a row
 TASKS = {
-    "sequence": ("BertForSequenceClassification", BERT | {"num_labels": 3}, text(lambda x, g: {"labels": x[0] % 3})),
+    "sequence": ("BertForSequenceClassification", dict(BERT, num_labels=3), text(lambda x, g: {"labels": x[0] % 3})),
     "tokens": (
-        "BertForTokenClassification", BERT | {"num_labels": 4},
+        "BertForTokenClassification", dict(BERT, num_labels=4),
         text(lambda x, g: {"labels": torch.where(x % 3 > 0, x % 4, -100)}),
     ),
     "masked": ("BertForMaskedLM", BERT, text(masked)),
@@ -104,20 +104,20 @@ TASKS = {
     ),
     "choice": ("BertForMultipleChoice", BERT, choices),
     "regression": (
-        "BertForSequenceClassification", BERT | {"num_labels": 1, "problem_type": "regression"},
+        "BertForSequenceClassification", dict(BERT, num_labels=1, problem_type="regression"),
         text(lambda x, g: {"labels": (x[0] % 7) / 2.0}),
     ),
     "multi_label": (
-        "BertForSequenceClassification", BERT | {"num_labels": 3, "problem_type": "multi_label_classification"},
+        "BertForSequenceClassification", dict(BERT, num_labels=3, problem_type="multi_label_classification"),
         text(lambda x, g: {"labels": (x[:3] % 2).float()}),
     ),
-    "image": ("ViTForImageClassification", SMALL | {"image_size": 8, "patch_size": 4, "num_labels": 2}, image),
+    "image": ("ViTForImageClassification", dict(SMALL, image_size=8, patch_size=4, num_labels=2), image),
     "causal": ("GPT2LMHeadModel", GPT2, text(lambda x, g: {"labels": x})),
     "causal_classification": (
-        "GPT2ForSequenceClassification", GPT2 | {"num_labels": 3}, text(lambda x, g: {"labels": x[0] % 3}),
+        "GPT2ForSequenceClassification", dict(GPT2, num_labels=3), text(lambda x, g: {"labels": x[0] % 3}),
     ),
     "seq2seq": (
-        "T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}, text(lambda x, g: {"labels": x.flip(0)}),
+        "T5ForConditionalGeneration", dict(T5, decoder_start_token_id=0), text(lambda x, g: {"labels": x.flip(0)}),
     ),
     "speech": ("Wav2Vec2ForSequenceClassification", SPEECH, speech),
     "mixture": ("MixtralForCausalLM", MIXTRAL, text(lambda x, g: {"labels": x})),
@@ -132,7 +132,8 @@ STACKS = {
 def model_and_data(task, **settings):
     name, config_settings, row = TASKS[task]
     torch.manual_seed(0)
-    model, generator = model_of(name, config_settings | settings), torch.Generator().manual_seed(0)
+    model = model_of(name, config_settings | settings)
+    generator = torch.Generator().manual_seed(0)
     return model, [row(generator) for _ in range(32)]
 
 
@@ -155,16 +156,19 @@ def test_layer_losses_and_constraints(tmp_path, task):
         learning_rate=1e-3, max_steps=8, per_device_eval_batch_size=32,
     )  # fmt: skip
     trainer = trained(model, args, train_dataset=data, eval_dataset=data)
+
     assert trainer.multipliers.values.shape == (3 + 1,) and trainer.multipliers.values[3] > 0
     assert 0 < trainer.problem.initial_loss_bound < 10
 
     metrics = trainer.evaluate()
     batch = trainer.data_collator(data)
+
     for layer in (1, 2, 3):
         short = truncated(trainer.model, layer).eval()
         with torch.no_grad():
             expected = short(**batch).loss.item()
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-4), layer
+
     assert metrics["eval_loss"] == pytest.approx(metrics["eval_layer_loss_3"], rel=1e-5)
 
 
@@ -173,9 +177,12 @@ class OfVectors(torch.nn.Module):
 
     def __init__(self, score, as_tuple):
         super().__init__()
-        self.embed, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        self.embed = torch.nn.Linear(4, 8)
+        self.head = torch.nn.Linear(8, 3)
         layers = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3))
-        self.layers, self.score, self.as_tuple = torch.nn.ModuleList(layers), score, as_tuple
+        self.layers = torch.nn.ModuleList(layers)
+        self.score = score
+        self.as_tuple = as_tuple
 
     def forward(self, inputs, labels=None, depth=3):
         hidden = self.embed(inputs)
@@ -197,8 +204,11 @@ def test_vectors(tmp_path, score, as_tuple):
     args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=2, label_names=["labels"])
     trainer = trained(OfVectors(score, as_tuple), args, train_dataset=data, eval_dataset=data)
     constant = math.log(3) if score is F.cross_entropy else labels.var().item()
+
     assert trainer.problem.initial_loss_bound == pytest.approx(constant, rel=0.2)
+
     metrics = trainer.evaluate()
+
     for layer in (1, 2, 3):
         with torch.no_grad():
             outputs = trainer.model(inputs, labels, depth=layer)

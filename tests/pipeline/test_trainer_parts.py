@@ -102,19 +102,25 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
         },
         n_trials=3,
     )
+
     assert [steps for step, steps in starts if step == 1] == [
         1.0
     ] * 3  # one dual step each, not 1, 5, 9
     assert len(set(scores)) == 3 and best.objective == max(scores) > -1
     assert 0.1 <= best.hyperparameters["descent_alpha"] <= 0.4
+
     with pytest.raises(ValueError, match="`direction` is 'minimize'.*to maximize; pass"):
         trainer.hyperparameter_search(direction="minimize", n_trials=1)
+
     trainer.args.objective = (
         "deep_supervision"  # without constraints the loss counts, which is to fall
     )
+
     with pytest.raises(ValueError, match="`direction` is 'maximize'.*to minimize; pass"):
         trainer.hyperparameter_search(direction="maximize", n_trials=1)
+
     trainer.hyperparameter_search(hp_space=hp_space, n_trials=1)
+
     assert trainer.objective == trainer.state.log_history[-2]["eval_loss"]
 
 
@@ -182,10 +188,8 @@ def test_auto_find_batch_size_starts_afresh(tmp_path):
 @pytest.mark.parametrize("model", [bert, llama])
 def test_a_batch_that_is_too_large_to_be_read_is_made_smaller(tmp_path, model, read):
     model = model()
-    (head, dims), calls = (
-        (model.classifier, 2) if hasattr(model, "classifier") else (model.lm_head, 3),
-        [],
-    )
+    (head, dims) = (model.classifier, 2) if hasattr(model, "classifier") else (model.lm_head, 3)
+    calls = []
 
     def refuse(module, args):
         calls.append(len(args[0]))
@@ -196,6 +200,7 @@ def test_a_batch_that_is_too_large_to_be_read_is_made_smaller(tmp_path, model, r
     head.register_forward_pre_hook(refuse)
     data = DATA if model.config.model_type == "bert" else language_data()
     trainer = trained(model, config(tmp_path, auto_find_batch_size=True, max_steps=2), data)
+
     assert trainer._train_batch_size == 7 and trainer.state.global_step == 2
 
 
@@ -206,12 +211,15 @@ def test_lora_trains_adapters_and_head_only(tmp_path):
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}
     trainer = trained(peft.get_peft_model(base, lora), config(tmp_path, noise_gamma=0.3))
     trainer.save_model()
+
     assert trainer.multipliers.values.max() > 0
+
     for name, parameter in trainer.model.get_base_model().named_parameters():
         if "lora" in name or "modules_to_save" in name:
             continue
         origin = name.replace("base_layer.", "").replace("original_module.", "")
         assert torch.equal(parameter, before[origin]), name
+
     loaded = peft.PeftModel.from_pretrained(bert(), str(tmp_path)).eval()
     batch = next(batches(DATA))
     torch.testing.assert_close(loaded(**batch).logits, trainer.model.eval()(**batch).logits)
@@ -230,18 +238,24 @@ def token_mean(model, hidden, inputs):
 def test_a_readout_of_ones_own_scores_every_layer_and_gives_the_predictions(tmp_path, readout):
     trainer = trained(bert(), config(tmp_path), eval_dataset=DATA_TEST, readout=readout)
     metrics = trainer.evaluate()
-    batch, model = next(batches(DATA_TEST, 32)), trainer.model.eval()
+    batch = next(batches(DATA_TEST, 32))
+    model = trainer.model.eval()
+
     with torch.no_grad():
         outputs = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
         logits = [readout(model, hidden, batch) for hidden in outputs.hidden_states[1:]]
+
     losses = [F.cross_entropy(logit, batch["labels"]).item() for logit in logits]
+
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
         losses, rel=1e-5
     )
     assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
+
     unlabelled = [
         {name: value for name, value in row.items() if name != "labels"} for row in DATA_TEST
     ]
+
     for data in (DATA_TEST, unlabelled):
         torch.testing.assert_close(
             torch.tensor(trainer.predict(data).predictions), logits[-1], rtol=1e-4, atol=1e-5
@@ -270,10 +284,12 @@ def test_a_readout_of_ones_own_computes_in_mixed_precision_as_the_model_s_own(tm
         )
         for readout in ({"readout": head}, {})
     )
+
     assert (
         own.evaluate(DATA_TEST)["eval_layer_loss_1"]
         == replayed.evaluate(DATA_TEST)["eval_layer_loss_1"]
     )
+
     own.train()
 
 
@@ -292,6 +308,7 @@ def test_a_layer_loss_reads_attributes_or_keys(tmp_path):
         ]
 
     own = losses(lambda outputs: outputs.logits)
+
     assert len(own) == 3 and own == losses(lambda outputs: outputs["logits"])
 
 
@@ -305,6 +322,7 @@ def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
         bert(), config(tmp_path), eval_dataset=DATA_TEST, layer_loss_fn=weighted
     ).evaluate()
     batch = next(batches(DATA_TEST, 32))
+
     for layer in (1, 2, 3):
         with torch.no_grad():
             logits = (
@@ -313,6 +331,7 @@ def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
         # A weighted mean over all rows, whatever the size of the batches.
         expected = F.cross_entropy(logits, batch["labels"], weight).item()
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-5)
+
     with pytest.raises(ValueError, match="not both"):
         DescentTrainer(bert(), config(tmp_path), layer_loss_fn=weighted, compute_loss_func=weighted)
 
@@ -324,10 +343,12 @@ def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objec
         tmp_path, objective=objective, penalty_coefficient=2.0, descent_alpha=0.4, max_steps=1, optim="sgd",
         learning_rate=0.5, max_grad_norm=0.0,
     )  # fmt: skip
-    trainer, model = trained(bert(), args, trainer_class=InOrder), bert()
+    trainer = trained(bert(), args, trainer_class=InOrder)
+    model = bert()
     f = naive_layer_losses(model, next(batches(DATA)))
     excess = (f - 0.6 * torch.cat([torch.ones(1), f[:-1]])).clamp(min=0)
     (f[-1] + 2 * (excess.sum() if objective == "hinge" else excess.square().sum() / 2)).backward()
+
     for (name, a), b in zip(trainer.model.named_parameters(), model.parameters()):
         torch.testing.assert_close(a, b - 0.5 * b.grad, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -337,6 +358,7 @@ def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objec
     trainer = trained(
         llama(), config(tmp_path, objective=objective, max_steps=1, **parts), data, InOrder
     )
+
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
 
@@ -365,7 +387,8 @@ def test_noise_with_persistent_workers_does_not_evaluate_on_the_training_data(tm
 
 def test_the_label_shift_is_the_model_s_own_not_its_name_s(tmp_path):
     """GPT2LMHeadModel shifts its labels; the items of the first step already count so."""
-    model, data = gpt2(), language_data()
+    model = gpt2()
+    data = language_data()
     parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
     trainer = trained(
         model, config(tmp_path, learning_rate=0.0, max_steps=2, **parts), data, InOrder

@@ -58,7 +58,10 @@ def test_tensorboard_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_
     expected = pixels(
         plot_evaluation([metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)], certificate)
     )
-    folder, steps, shown = str(tmp_path / "runs"), {}, []
+    folder = str(tmp_path / "runs")
+    steps = {}
+    shown = []
+
     for path, _, files in os.walk(folder):
         for file in files:
             events = event_accumulator.EventAccumulator(
@@ -69,11 +72,13 @@ def test_tensorboard_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_
                 assert f"{name.removesuffix('losses')}loss_3" in events.Tags()["scalars"]
                 steps.setdefault(name, []).extend(image.step for image in images)
                 shown = [image for image in images if name == "eval/layer_losses"] or shown
+
     assert steps == {
         "eval/a_layer_losses": [2, 4],
         "eval/b_layer_losses": [2, 4],
         "eval/layer_losses": [4],
     }
+
     found = np.asarray(Image.open(io.BytesIO(shown[-1].encoded_image_string)))
     np.testing.assert_array_equal(found, expected)
 
@@ -102,10 +107,9 @@ print(json.dumps(SQLiteStorage.get_logs("layers", "one"), default=str))
 @pytest.mark.slow
 def test_trackio_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path):
     pytest.importorskip("trackio")
-    given = os.environ | {
-        "TRACKIO_DIR": str(tmp_path),
-        "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}",
-    }
+    given = dict(
+        os.environ, TRACKIO_DIR=str(tmp_path), PYTHONPATH=f"{ROOT / 'tests'}{os.pathsep}{ROOT}"
+    )
 
     def run(code, *words):
         return python("-c", code, *words, env=given).splitlines()[-1]
@@ -114,11 +118,13 @@ def test_trackio_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path
     logs = json.loads(run(LOGGED))
     scalars = [log for log in logs if "eval/layer_loss_3" in log]
     figures = [log for log in logs if "eval/layer_losses" in log]
+
     assert (
         [log["train/global_step"] for log in figures]
         == [log["train/global_step"] for log in scalars]
         == [1, 2, 2]
     )
+
     losses = [scalars[-1][f"eval/layer_loss_{layer}"] for layer in (1, 2, 3)]
     expected = pixels(
         plot_evaluation(losses, Certificate.from_json(tmp_path / "run" / "verdict.json"))
@@ -134,17 +140,22 @@ def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):
     trainer = trained(bert(), args, train_dataset=DATA)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     logs = [log for log in trainer.state.log_history if "loss" in log]
+
     assert len(lines) == len(logs) == 2
     assert {"layer_loss_1", "violation_1", "multiplier_1"} <= logs[1].keys()  # for the trackers
+
     for line, log in zip(lines, logs, strict=True):
         violations = {layer: log[f"violation_{layer}"] for layer in (1, 2, 3)}
         behind = max(violations, key=violations.get)
-        loss, distance = log[f"layer_loss_{behind}"], abs(violations[behind])
+        loss = log[f"layer_loss_{behind}"]
+        distance = abs(violations[behind])
         side = "above" if violations[behind] > 0 else "below"
         assert f"step {log['step']}/4 | f_L {log['loss']:.3g} | " in line
         assert f"layer {behind} at {loss:.3g}, {distance:.3g} {side} what is asked" in line
         assert ("multipliers" in line) == (log["step"] > 2)
+
     multipliers = [logs[1][f"multiplier_{layer}"] for layer in (1, 2, 3)]
+
     assert f"multipliers {min(multipliers):.3g} to {max(multipliers):.3g}" in lines[1]
     assert f"acted on {logs[1]['max_acting_violation']:.3g}" in lines[1]
 

@@ -49,17 +49,20 @@ def test_the_labels_are_the_collator_s_and_of_all_parts_of_the_data(tmp_path):
         return {**batch, "labels": 2 - batch["labels"]}
 
     found, trainer = measured(tmp_path, bert(), rows_of_classes(10_000), collate)
+
     assert found == trainer.problem.initial_loss_bound == pytest.approx(ENTROPY, rel=0.03)
     assert 2_000 < sum(seen) <= 2_000 + 3 * 8  # the rest by the step of training
     assert measured(tmp_path, bert(), rows_of_classes(500), collate)[0] == pytest.approx(
         ENTROPY, rel=0.005
     )
+
     # A model that is only evaluated: from the data that it is evaluated on.
     even = [{**row, "labels": index % 3} for index, row in enumerate(classification_data(300))]
     evaluating = DescentTrainer(
         bert(), config(tmp_path, descent_alpha=0.1, initial_loss_bound="auto")
     )
     evaluating.evaluate(even)
+
     assert evaluating.problem.chance_loss == pytest.approx(math.log(3), rel=1e-3)
 
 
@@ -107,12 +110,14 @@ def test_training_draws_as_if_nothing_had_been_measured(tmp_path, monkeypatch, s
         return found, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
     chance, after = losses()
+
     assert 2 < chance < math.log(VOCAB)
 
     def unknown(*args):
         raise ValueError
 
     monkeypatch.setattr(preparation, "measure_chance", unknown)
+
     assert losses() == (None, after) and len(after) == 4
 
 
@@ -127,6 +132,7 @@ def test_the_loss_at_chance_of_a_denoiser_is_that_of_its_noisy_input(tmp_path, g
 
     seen = []
     sigma = clean.std().item() if gamma == 0 else model.config.noise_sigma
+
     with (
         EmbeddingNoise(model, gamma, seed=1, sigma=sigma),
         torch.no_grad(),
@@ -135,6 +141,8 @@ def test_the_loss_at_chance_of_a_denoiser_is_that_of_its_noisy_input(tmp_path, g
             lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
         )
         model(pixel_values=given, labels=clean)
+
     handle.remove()
     expected = 0.3 * (seen[0]["pixel_values"] - clean).square().sum((1, 2)).mean().item()
+
     assert found == pytest.approx(expected, rel=0.03)

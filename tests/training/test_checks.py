@@ -141,18 +141,22 @@ def test_what_helps_a_constrained_layer_without_gradient(tmp_path, build):
 
 def test_reversible_layers_are_not_called_frozen(tmp_path):
     sizes = {"attn_layers": ["local", "local"], "num_hidden_layers": 2, "is_decoder": False}
-    sizes |= {"hidden_size": 16, "feed_forward_size": 16, "num_attention_heads": 2}
-    sizes |= {"attention_head_size": 8, "axial_pos_shape": [4, 8], "axial_pos_embds_dim": [8, 8]}
-    sizes |= {"vocab_size": 40, "max_position_embeddings": 32, "local_attn_chunk_length": 8}
+    sizes.update(hidden_size=16, feed_forward_size=16, num_attention_heads=2)
+    sizes.update(attention_head_size=8, axial_pos_shape=[4, 8], axial_pos_embds_dim=[8, 8])
+    sizes.update(vocab_size=40, max_position_embeddings=32, local_attn_chunk_length=8)
     torch.manual_seed(0)
     reformer = ReformerForSequenceClassification(ReformerConfig(**sizes, num_labels=3))
+
     with pytest.raises(ValueError, match="Reformer.*reversible.*objective='erm'") as refused:
         fit(tmp_path, reformer, classification_data(24, length=32, pad=False))
+
     assert "Unfreeze" not in str(refused.value)
+
     checkpointed = torch.nn.Linear(2, 2)
     checkpointed.gradient_checkpointing = True
     stack = SimpleNamespace(layers=[checkpointed], name="layers")
     readout = SimpleNamespace(model=checkpointed, stack=stack, num_layers=2)
+
     with pytest.raises(ValueError, match="layer 1 has no gradient.*use_reentrant=False"):
         _require_gradient(1, torch.zeros(1), SimpleNamespace(trained=[1]), readout)
 
@@ -201,7 +205,7 @@ def test_a_weighted_sum_over_the_items_does_not_depend_on_accumulation(tmp_path)
 
     def first_gradient(loss, objective, size, steps):
         settings = {"objective": objective, "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0}
-        settings |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        settings.update(per_device_train_batch_size=size, gradient_accumulation_steps=steps)
         model = bert()
         before = model.classifier.weight.detach().clone()
         InOrder(model, config(tmp_path, **settings), train_dataset=DATA, layer_loss_fn=loss).train()

@@ -44,7 +44,8 @@ def sgd(model):
 
 def by_trainer(folder, task, trainer_class=InOrder):
     make, data, asked = TASKS[task]
-    model, rows = make(), data()
+    model = make()
+    rows = data()
     args = config(
         folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, max_grad_norm=0.0,
         initial_loss_bound="auto", **ASKED, **asked,
@@ -60,7 +61,8 @@ def by_trainer(folder, task, trainer_class=InOrder):
 
 def prepared(task, max_steps=8):
     make, data, asked = TASKS[task]
-    model, rows = make(), data()
+    model = make()
+    rows = data()
     objective = DescentObjective(
         model, loader(rows), DescentArguments(**ASKED, **asked), max_steps=max_steps
     )
@@ -92,9 +94,11 @@ def by_accelerate(task):
     """Its own way to accumulate, whose means of means are right where all micro-batches have the same items."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     make, data, asked = TASKS[task]
-    model, batches = make(), loader(data())
+    model = make()
+    batches = loader(data())
     objective = DescentObjective(model, batches, DescentArguments(**ASKED, **asked), max_steps=8)
     model, optimizer, batches = accelerator.prepare(model, sgd(model), batches)
+
     for batch in batches:
         with accelerator.accumulate(model):
             accelerator.backward(objective(model, batch))
@@ -102,6 +106,7 @@ def by_accelerate(task):
             optimizer.zero_grad()
             if accelerator.sync_gradients:
                 objective.step()
+
     return model, objective
 
 
@@ -112,13 +117,17 @@ def by_accelerate(task):
 def test_a_loop_and_the_trainer_are_bit_equal(tmp_path, readouts, task, loop):
     trainer = by_trainer(tmp_path, task)
     model, objective = loop(task)
+
     assert objective.global_step == trainer.state.global_step == 8
     assert objective.multipliers.values.tolist() == trainer.multipliers.values.tolist()
     assert objective.multipliers.values.max() > 0.1
     assert objective.problem.state_dict() == trainer.problem.state_dict()
+
     for parameter, other in zip(model.parameters(), trainer.model.parameters()):
         assert torch.equal(parameter, other)
+
     logged = [log for log in trainer.state.log_history if "lagrangian" in log][-1]
+
     assert (
         {"multiplier_bound_1", "weight_1", "layer_loss_1"}
         <= objective.logs().keys()
@@ -164,7 +173,9 @@ def test_losses_are_means_however_often_and_late_a_batch_is_read(tmp_path, kind,
     expected = trained(bert(), args, InOrder, train_dataset=rows)
     found = trained(bert(), args, kind, train_dataset=rows, data_collator=collate)
     torch.testing.assert_close(found.multipliers.values, expected.multipliers.values)
+
     assert expected.multipliers.values.max() > 0.1
+
     for ours, reference in zip(found.state.log_history[:3], expected.state.log_history):
         for name in ("layer_loss_1", "violation_1", "grad_norm"):
             assert ours[name] == pytest.approx(reference[name], rel=1e-4)
@@ -177,7 +188,7 @@ def test_a_micro_batch_without_labels_has_no_part_in_the_mean():
         batch["labels"],
         torch.full_like(batch["labels"], -100),
     ):  # a process may have the latter alone
-        objective(model, batch | {"labels": labels})
+        objective(model, dict(batch, labels=labels))
     objective.step()
     logs, expected = (
         objective.logs(),
@@ -225,10 +236,12 @@ def test_a_loop_draws_what_plain_training_draws(draws):
 
         model.classifier.register_forward_hook(draw)
     found = []
+
     for call in (lambda: model(**batch), lambda: objective(model, batch)):
         set_seed(0)
         call()
         found.append((random.random(), np.random.randn(3).tolist(), torch.rand(1).item()))  # noqa: NPY002
+
     assert found[0] == found[1]
 
 
@@ -284,13 +297,19 @@ def test_a_loop_goes_on_from_its_state(tmp_path):
     model, rows, second, optimizer = prepared("language model")
     model.load_state_dict(before.state_dict())
     second.load_state_dict(torch.load(tmp_path / "descent.pt", weights_only=True))
+
     assert second.global_step == 4
+
     take_steps(model, list(pairs(loader(rows)))[4:], second, optimizer)
+
     assert second.multipliers.values.tolist() == objective.multipliers.values.tolist()
+
     for parameter, other in zip(model.parameters(), straight.parameters()):
         assert torch.equal(parameter, other)
-    other = DescentArguments(**ASKED | {"descent_alpha": "steps"})
+
+    other = DescentArguments(**dict(ASKED, descent_alpha="steps"))
     other = DescentObjective(model, loader(rows), other, max_steps=8)
+
     with pytest.raises(
         ValueError, match="was saved with descent_alpha='auto' but this run has 'steps'"
     ):
@@ -309,13 +328,18 @@ def test_the_example_runs_and_training_draws_as_if_nothing_had_been_measured(cap
     before = torch.get_rng_state()
     made = textwrap.dedent(code).split("for _ in")[0]
     exec(made, given)
+
     assert torch.equal(before, torch.get_rng_state()) and model.training
+
     exec(code, given)
+
     assert given["objective"].global_step == 32 and "of 2 rows are met" in capsys.readouterr().out
 
 
 def test_what_a_loop_cannot_have_is_refused():
-    model, rows = bert(), classification_data(16)
+    model = bert()
+    rows = classification_data(16)
+
     with pytest.raises(ValueError, match="`noise_gamma` is 0.5.*EmbeddingNoise"):
         DescentObjective(model, loader(rows), DescentArguments(noise_gamma=0.5), max_steps=4)
     with pytest.raises(ValueError, match="`batches` begins with 'input_ids'; give dicts"):
@@ -328,12 +352,15 @@ def test_what_a_loop_cannot_have_is_refused():
         DescentObjective(
             model, loader(rows), DescentArguments(), max_steps=4, layer_loss_fn=unknown
         )
+
     args = DescentArguments(initial_loss_bound=2.0, descent_alpha=0.1)
     objective = DescentObjective(model, loader(rows), args, max_steps=4, layer_loss_fn=unknown)
+
     assert (
         objective.problem.chance_loss is None
         and objective(model, next(iter(loader(rows)))).requires_grad
     )
+
     with pytest.raises(ValueError, match="another model"):
         objective(bert(), next(iter(loader(rows))))
 
@@ -343,9 +370,11 @@ def process(rank, folder, task, counts):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     make, data, asked = TASKS[task]
-    model, rows = DistributedDataParallel(make(), find_unused_parameters=True), data()
-    args = DescentArguments(**ASKED, **asked | {"readout_token_fraction": None})
-    objective, optimizer = DescentObjective(model, loader(rows), args, max_steps=4), sgd(model)
+    model = DistributedDataParallel(make(), find_unused_parameters=True)
+    rows = data()
+    args = DescentArguments(**ASKED, **dict(asked, readout_token_fraction=None))
+    objective = DescentObjective(model, loader(rows), args, max_steps=4)
+    optimizer = sgd(model)
     if counts:
         take_steps(model, list(pairs(loader(rows[rank::2])))[:4], objective, optimizer)
     else:
@@ -366,9 +395,11 @@ def test_two_processes_take_the_steps_of_one(tmp_path, task, counts):
     torch.multiprocessing.spawn(process, (str(tmp_path), task, counts), nprocs=2)
     multipliers, weights = torch.load(tmp_path / "found.pt")
     make, data, asked = TASKS[task]
-    model, rows = make(), data()
-    args = DescentArguments(**ASKED, **asked | {"readout_token_fraction": None})
-    objective, optimizer = DescentObjective(model, loader(rows), args, max_steps=4), sgd(model)
+    model = make()
+    rows = data()
+    args = DescentArguments(**ASKED, **dict(asked, readout_token_fraction=None))
+    objective = DescentObjective(model, loader(rows), args, max_steps=4)
+    optimizer = sgd(model)
     batches = list(loader(rows, size=16 if counts else 8))[:4]
     take_steps(model, [[batch] for batch in batches], objective, optimizer)
     torch.testing.assert_close(multipliers, objective.multipliers.values, rtol=1e-4, atol=1e-5)
@@ -380,10 +411,12 @@ def test_two_processes_take_the_steps_of_one(tmp_path, task, counts):
 def test_mixed_precision_around_the_call_rounds_no_weights(task):
     make, data, _ = TASKS[task]
     args = DescentArguments(objective="deep_supervision", penalty_coefficient=0.3)
-    model, batch = make(), next(iter(loader(data())))
+    model = make()
+    batch = next(iter(loader(data())))
     objective = DescentObjective(model, [batch], args, max_steps=1)
     with torch.autocast("cpu", torch.bfloat16):
-        value, losses = objective(model, batch), layer_losses(model, batch)
+        value = objective(model, batch)
+        losses = layer_losses(model, batch)
     assert value.dtype == torch.float32
     torch.testing.assert_close(
         value, 0.3 * (losses[0] + losses[1]) + losses[2], rtol=2e-4, atol=0.0

@@ -69,51 +69,97 @@ def evaluated_and_drawn(trainer):
     return trainer.evaluate(), torch.rand(()).item()
 
 
-def test_plain_training_is_told_how_its_layers_descend(tmp_path):
-    """As truncated models and the entropy of the labels tell it; the loss, and all that is drawn, stay Trainer's."""
-    rows, size = classification_data(250, pad=False), {"per_device_eval_batch_size": 8}
-    steps = {
-        "max_steps": 90,
-        "eval_strategy": "steps",
-        "eval_steps": 30,
-        "per_device_train_batch_size": 32,
-    }
-    args = config(tmp_path, objective="erm", **steps, **size)
-    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
-    untrained = trainer.evaluate()
+LAYERS = (1, 2, 3)
+PLAIN_ROWS = classification_data(250, pad=False)
+
+
+def layer_losses_of(metrics):
+    return [metrics[f"eval_layer_loss_{layer}"] for layer in LAYERS]
+
+
+@pytest.fixture(scope="module")
+def plainly_trained(tmp_path_factory):
+    """A trainer that has trained plainly, with evaluations, and what it evaluated before."""
+    args = config(
+        tmp_path_factory.mktemp("plain"),
+        objective="erm",
+        max_steps=90,
+        eval_strategy="steps",
+        eval_steps=30,
+        per_device_train_batch_size=32,
+        per_device_eval_batch_size=8,
+    )
+    trainer = DescentTrainer(bert(), args, train_dataset=PLAIN_ROWS, eval_dataset=PLAIN_ROWS)
+    before = trainer.evaluate()
     trainer.train()
-    *in_training, last = [log for log in trainer.state.log_history if "eval_loss" in log]
-    assert len(in_training) == 2 and all("eval_largest_rise" in log for log in in_training)
-    (metrics, drawn), (expected, drawn_by_stock) = map(
-        evaluated_and_drawn, (trainer, stock(tmp_path, trainer.model, rows, **size))
-    )
-    assert (metrics["eval_loss"], drawn) == (expected["eval_loss"], drawn_by_stock)
-    figures = ("eval_loss", "eval_layer_loss_1", "eval_descent_share", "eval_largest_rise")
-    assert [last[name] for name in figures] == [metrics[name] for name in figures]
+    return trainer, before
+
+
+def losses_of_truncated_models(folder, model):
+    """f_1..f_L on the rows, as Trainer evaluates the model cut to each layer."""
+    losses = []
+    for layer in LAYERS:
+        cut = stock(folder, truncated(model, layer), PLAIN_ROWS, per_device_eval_batch_size=250)
+        losses.append(cut.evaluate()["eval_loss"])
+    return losses
+
+
+def test_plain_evaluation_keeps_the_loss_and_the_draws_of_trainer(tmp_path, plainly_trained):
+    trainer, _ = plainly_trained
+    by_trainer = stock(tmp_path, trainer.model, PLAIN_ROWS, per_device_eval_batch_size=8)
+    metrics, drawn = evaluated_and_drawn(trainer)
+    expected, drawn_by_stock = evaluated_and_drawn(by_trainer)
+    assert metrics["eval_loss"] == expected["eval_loss"]
+    assert drawn == drawn_by_stock
     assert trainer.multipliers is None
-    size = {"per_device_eval_batch_size": 250}
-    short = [stock(tmp_path, truncated(trainer.model, layer), rows, **size) for layer in (1, 2, 3)]
-    losses = [each.evaluate()["eval_loss"] for each in short]
-    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
-        losses, rel=1e-5
-    )
-    frequencies = np.bincount([row["labels"] for row in rows]) / len(rows)
-    heights = [math.log(-frequencies @ np.log(frequencies) / loss) for loss in losses]
-    share = min(3 * heights[0] / heights[2], 3 / 2 * heights[1] / heights[2])
+    assert not any("layer" in name for name in trainer.predict(PLAIN_ROWS).metrics)
+
+
+def test_evaluations_during_plain_training_tell_how_its_layers_descend(plainly_trained):
+    trainer, _ = plainly_trained
+    logs = [log for log in trainer.state.log_history if "eval_loss" in log]
+    in_training = logs[:3]  # after 30, 60 and 90 steps
+    assert [log["step"] for log in in_training] == [30, 60, 90]
+    assert all("eval_largest_rise" in log for log in in_training)
+    metrics = trainer.evaluate()
+    for name in ("eval_loss", "eval_layer_loss_1", "eval_descent_share", "eval_largest_rise"):
+        assert in_training[-1][name] == metrics[name]
+
+
+def test_the_layer_losses_of_plain_training_are_those_of_truncated_models(
+    tmp_path, plainly_trained
+):
+    """And share and rise follow from them and the entropy of the labels."""
+    trainer, _ = plainly_trained
+    metrics = trainer.evaluate()
+    losses = losses_of_truncated_models(tmp_path, trainer.model)
+
+    assert layer_losses_of(metrics) == pytest.approx(losses, rel=1e-5)
+
+    frequencies = np.bincount([row["labels"] for row in PLAIN_ROWS]) / len(PLAIN_ROWS)
+    chance = -frequencies @ np.log(frequencies)
+    first, second, last = (math.log(chance / loss) for loss in losses)
+    share = min(3 * first / last, 3 / 2 * second / last)
+
     assert metrics["eval_descent_share"] == pytest.approx(share, rel=1e-4)
-    assert metrics["eval_largest_rise"] == pytest.approx(
-        max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4
-    )
+
+    rises = [above / below - 1 for below, above in pairwise(losses)]
+
+    assert metrics["eval_largest_rise"] == pytest.approx(max(rises), rel=1e-4)
+
     trainer.create_model_card()
-    card = " ".join((tmp_path / "README.md").read_text().split("## Load it")[0].split())
+    text = RunFolder(trainer.args.output_dir).path.joinpath("README.md").read_text()
+    card = " ".join(text.split("## Load it")[0].split())
+
     assert "this model was not trained to meet it" in card
     assert f"f_L = {losses[-1]:.4g} over 250 items, descent share {share:.2f}" in card
-    # No share where f_L is not shown to be below chance, on too few rows too.
-    assert (
-        "eval_layer_loss_1" in untrained
-        and "eval_descent_share" not in untrained | trainer.evaluate(rows[:20])
-    )
-    assert not any("layer" in name for name in trainer.predict(rows).metrics)
+
+
+def test_there_is_no_share_where_the_last_layer_is_not_shown_to_be_below_chance(plainly_trained):
+    trainer, before_training = plainly_trained
+    assert "eval_layer_loss_1" in before_training
+    assert "eval_descent_share" not in before_training
+    assert "eval_descent_share" not in trainer.evaluate(PLAIN_ROWS[:20])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +175,8 @@ def test_the_same_script_is_judged_by_what_it_states_whatever_its_objective(
     tmp_path, objective, asked
 ):
     """By the problem that its arguments state, written out here, with the f_0 of the training labels."""
-    rows, held_out = classification_data(200, pad=False), classification_data(80, seed=1, pad=False)
+    rows = classification_data(200, pad=False)
+    held_out = classification_data(80, seed=1, pad=False)
     shared = {"descent_alpha": None, "initial_loss_bound": "auto", "per_device_eval_batch_size": 8}
     if objective == "fixed":
         shared["fixed_multipliers"] = [0.1] * DescentProblem(**stated(asked, 1.0)).num_rows
@@ -141,14 +188,21 @@ def test_the_same_script_is_judged_by_what_it_states_whatever_its_objective(
     problem = DescentProblem(**stated(asked, chance))
     expected = layer_profile(trainer.model, held_out, batch_size=8, problem=problem).certificate()
     found = trainer.evaluate_layers().certificate()
+
     assert (found.rows, found.verdicts) == (expected.rows, expected.verdicts)
+
     np.testing.assert_allclose(found.asked, expected.asked, rtol=1e-4)
     np.testing.assert_allclose(found.reached, expected.reached, rtol=1e-4)
+
     assert (found.multipliers is not None) == (objective in ("descent", "fixed"))
+
     trainer.save_model()
+
     assert metrics["eval_feasible"] == expected.feasible
     assert metrics["eval_max_violation"] == pytest.approx(expected.max_violation, abs=1e-4)
+
     saved = DescentProblem.saved_in(RunFolder(tmp_path).summary)
+
     assert saved.rows == problem.rows
     assert saved.initial_loss_bound == pytest.approx(problem.initial_loss_bound)
 
@@ -214,12 +268,11 @@ def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_pat
     )
     frames = [{"pixel_values": frame, "labels": frame / 2} for frame in torch.rand(32, 4, 16)]
     clean = [
-        row | {"labels": row["pixel_values"]} for row in frames
+        dict(row, labels=row["pixel_values"]) for row in frames
     ]  # what is given, or a constant, has no loss
-    alike, texts = (
-        [row | {"labels": torch.tensor(1)} for row in DATA_TEST],
-        language_data(32, ragged=False),
-    )
+    alike = [dict(row, labels=torch.tensor(1)) for row in DATA_TEST]
+    texts = language_data(32, ragged=False)
+
     for model, rows in zip(
         (denoiser, denoiser, spread(bert()), spread(llama())), (frames, clean, alike, texts)
     ):
@@ -278,12 +331,14 @@ def test_the_layers_of_plain_training_are_those_of_the_rows_that_trainer_evaluat
 
 def test_a_collator_that_draws_by_itself_draws_for_plain_training_as_for_trainer(tmp_path):
     args = config(tmp_path, objective="erm", max_steps=4, eval_strategy="steps", eval_steps=2)
-    rows, found = classification_data(24, pad=False), []
+    rows = classification_data(24, pad=False)
+    found = []
+
     for trainer_class in (Trainer, DescentTrainer):
         own = {"size": (8,), "generator": torch.Generator().manual_seed(1)}
 
         def collate(rows, own=own):
-            return default_data_collator(rows) | {"labels": torch.randint(3, **own)}
+            return dict(default_data_collator(rows), labels=torch.randint(3, **own))
 
         trainer = trainer_class(
             bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate
@@ -297,6 +352,7 @@ def test_a_collator_that_draws_by_itself_draws_for_plain_training_as_for_trainer
                 if name in log
             ]
         )
+
     assert found[0] == found[1] and len(found[0]) == 6
 
 
@@ -350,7 +406,7 @@ def test_the_metric_suits_the_task(tmp_path, task):
     shape = () if task == "regression" else (3,)
     labels = torch.rand(8, *shape, generator=generator)
     labels = labels if task == "regression" else labels.round()
-    data = [row | {"labels": label} for row, label in zip(DATA, labels)]
+    data = [dict(row, labels=label) for row, label in zip(DATA, labels)]
     model = spread(bert(num_labels=1) if task == "regression" else bert(problem_type=task))
     trainer = DescentTrainer(model, config(tmp_path, noise_sigma=1.0), eval_dataset=data)
     logits = torch.from_numpy(trainer.predict(data).predictions)
@@ -358,6 +414,7 @@ def test_the_metric_suits_the_task(tmp_path, task):
         expected = (logits[:, 0] - labels).square().mean().sqrt().item()
     else:
         expected = ((logits > 0) == (labels == 1)).float().mean().item()
+
     assert trainer.evaluate_layers().values[-1] == pytest.approx(expected, rel=1e-5)
     assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(
         expected, rel=1e-5
@@ -402,6 +459,7 @@ def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):
         bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate
     )
     loss = trainer.evaluate()["eval_loss"]
+
     assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)
     assert trainer.evaluate_robustness().losses[0, 0] == pytest.approx(loss, rel=1e-5)
 
@@ -411,10 +469,12 @@ def test_one_of_several_evaluation_sets_is_named(tmp_path):
     trainer = DescentTrainer(bert(), args, eval_dataset={"a": DATA[:16], "b": DATA_TEST})
     metrics = trainer.evaluate()
     profile = trainer.evaluate_layers("a")
+
     assert profile.losses[-1] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
     assert profile.to_dict()["max_violation"] == pytest.approx(
         metrics["eval_a_max_violation"], abs=1e-6
     )
+
     for measure in (trainer.evaluate_layers, trainer.evaluate_robustness):
         with pytest.raises(ValueError, match="several evaluation sets: name one of them, 'a', 'b'"):
             measure()
@@ -422,9 +482,13 @@ def test_one_of_several_evaluation_sets_is_named(tmp_path):
             measure("c")
         with pytest.raises(ValueError, match="is a dict of x; give one dataset"):
             measure({"x": DATA})
+
     noisy = layer_profile(bert(), DATA[:16], gamma=2.0, sigma=1.0, batch_size=8)
+
     assert trainer.evaluate_layers("a", gamma=2.0).losses.tolist() == noisy.losses.tolist()
+
     curve = trainer.evaluate_robustness("b", gammas=[0.0])
+
     assert curve.losses[0, 0] == pytest.approx(metrics["eval_b_loss"], rel=1e-5)
 
 
@@ -479,13 +543,16 @@ def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_p
         trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0],
     ]
     batch = default_data_collator(data)
+
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"]).logits[
             :, :-1
         ]  # [batch, seq - 1, vocab]
+
     expected = F.cross_entropy(
         logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1
     )
+
     assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
@@ -498,9 +565,11 @@ def test_rows_without_a_label_that_counts_have_no_loss(tmp_path, loss):
 
 
 def test_rows_without_labels_do_not_decide_which_labels_count_later(tmp_path):
-    data, model = language_data(8, seed=1), spread(llama())
+    data = language_data(8, seed=1)
+    model = spread(llama())
     rows = [{name: value for name, value in row.items() if name != "labels"} for row in data]
-    args, losses = config(tmp_path, per_device_eval_batch_size=2), []
+    args = config(tmp_path, per_device_eval_batch_size=2)
+    losses = []
     for first in ([], rows):
         trainer = DescentTrainer(
             model, args, readout=lambda model, hidden, inputs: model.lm_head(hidden)
@@ -523,15 +592,18 @@ def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation
     tmp_path, loss
 ):
     """That of the model alone: losses and metrics are computed as `evaluate` does, on its float32 logits."""
-    data, losses = classification_data(16), []
+    data = classification_data(16)
+    losses = []
     args = config(tmp_path, bf16=True, noise_sigma=1.0)
     trainer = DescentTrainer(spread(bert()), args, eval_dataset=data, layer_loss_fn=loss)
+
     for _ in range(2):
         losses += [
             trainer.evaluate_layers().losses[-1],
             trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0],
         ]
         losses.append(trainer.evaluate()["eval_loss"])
+
     assert losses == pytest.approx([losses[2]] * 6, rel=1e-6)
     assert losses[0] != pytest.approx(
         layer_profile(spread(bert()), data).losses[-1], rel=1e-4

@@ -40,7 +40,8 @@ from hf_descent.training.holdout import shuffled
 
 
 DATA = classification_data(420)
-TRAIN, HELD_OUT = DATA[:210], DATA[210:]
+TRAIN = DATA[:210]
+HELD_OUT = DATA[210:]
 FRESH = classification_data(300, seed=1)
 
 
@@ -75,11 +76,15 @@ def test_held_out_rows_are_not_trained_on_and_cost_one_forward_in_several_steps(
         [is_training for is_training, *_ in calls].index(True) :
     ]  # the first ones look for the layers
     rows = {True: [], False: []}
+
     for is_training, has_gradient, ids in calls:
         assert is_training == has_gradient
         rows[is_training].append([key(row) for row in ids])
+
     assert len(rows[True]) == 5 * DUAL_EVERY and len(rows[False]) == 5
+
     trained, held_out = ({row for batch in rows[mode] for row in batch} for mode in (True, False))
+
     assert trained == {key(row["input_ids"]) for row in TRAIN}
     assert held_out == {key(row["input_ids"]) for row in HELD_OUT}  # each turn reads other rows
 
@@ -105,8 +110,13 @@ class NaiveDuals(TrainerCallback):
     """Plain projected ascent on the held-out losses of BERT, by its hidden states, once in several steps."""
 
     def __init__(self, rows, alpha, rate):
-        self.rows, self.alpha, self.rate = rows, alpha, rate
-        self.values, self.average, self.weight, self.turn = np.zeros(3), np.zeros(3), 0.0, 0
+        self.rows = rows
+        self.alpha = alpha
+        self.rate = rate
+        self.values = np.zeros(3)
+        self.average = np.zeros(3)
+        self.weight = 0.0
+        self.turn = 0
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         if state.global_step % 8:
@@ -115,14 +125,15 @@ class NaiveDuals(TrainerCallback):
             self.rows[index % len(self.rows)] for index in range(self.turn * 8, self.turn * 8 + 8)
         ]
         self.turn += 1
+
         with torch.no_grad():
             losses = naive_layer_losses(model.eval(), next(batches(rows))).double().numpy()
+
         decay = 0.98**8
-        self.average, self.weight = (
-            decay * self.average + (1 - decay) * losses,
-            decay * self.weight + 1 - decay,
-        )
+        self.average = decay * self.average + (1 - decay) * losses
+        self.weight = decay * self.weight + 1 - decay
         violations = losses - (1 - self.alpha) * np.array([1.0, *losses[:-1]])
+
         for _ in range(8):
             self.values = np.maximum(self.values + self.rate * violations, 0)
 
@@ -135,17 +146,22 @@ def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
     naive = NaiveDuals(shuffled(HELD_OUT, args), 0.1, 0.02)
     given = {"train_dataset": TRAIN, "dual_dataset": HELD_OUT, "callbacks": [naive]}
     trainer = trained(bert(dropout=0.3), args, **given)
+
     assert naive.turn == 4 and naive.values.max() > 0.01
     assert trainer.multipliers.values.tolist() == pytest.approx(naive.values.tolist(), abs=1e-6)
+
     logged = trainer.state.log_history[-2]
     average = naive.average / naive.weight
     violations = average - 0.9 * np.array([1.0, *average[:-1]])
+
     assert [logged[f"violation_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
         violations.tolist(), abs=1e-5
     )
     assert logged["layer_loss_3"] == logged["loss"]  # of training
+
     trainer.save_model()
     summary = RunFolder(args.output_dir).summary
+
     assert summary["dual_rows"] == summary["train_rows"] == 210
     assert summary["dual_layer_losses"] == pytest.approx(average.tolist(), rel=1e-5)
 
@@ -159,11 +175,14 @@ def test_columns_that_the_model_does_not_take_are_dropped_and_the_card_tells_the
     )
     trainer.train()
     summary = summary_of(trainer)
+
     assert (summary["train_rows"], summary["dual_rows"]) == (210, 210)
     assert summary["dual_source"] == "dual_dataset"
+
     trainer.evaluate(classification_data(80, seed=1))
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
+
     assert "| trained the weights | 210 |" in card
     assert "| moved the multipliers | 210 (a data set of their own) |" in card
     assert "| evaluated in training, to choose by | none |" in card
@@ -234,19 +253,23 @@ def test_what_moves_the_multipliers_is_the_evaluation_of_their_rows(tmp_path, ma
     held_out = trainer._dual_dataset
     trainer.args.per_device_train_batch_size = len(held_out)
     trainer.train()
+
     assert len(held_out) >= 200
+
     found = summary_of(trainer)["dual_layer_losses"]
     if isinstance(held_out, Dataset):
         assert trainer.padding_free
     metrics = trainer.evaluate(held_out)
     layers = range(1, len(found) + 1)
+
     assert found == pytest.approx(
         [metrics[f"eval_layer_loss_{layer}"] for layer in layers], rel=1e-5
     )
 
 
 def test_held_out_rows_are_read_in_batches_of_the_size_that_was_found(tmp_path, monkeypatch):
-    trainer, sizes = classifier(config(tmp_path, auto_find_batch_size=True)), []
+    trainer = classifier(config(tmp_path, auto_find_batch_size=True))
+    sizes = []
     forward = trainer.model.forward
 
     def limited(input_ids, **inputs):
@@ -266,14 +289,19 @@ def test_resumed_equals_straight(tmp_path):
         "descent_alpha": "line", "initial_loss_bound": "auto", "dual_warmup_steps": 10, "loss_targets": {1: 0.1},
     }  # fmt: skip
     runs = []
+
     for checkpoint in (None, str(tmp_path / "checkpoint-11")):
         given = {"train_dataset": TRAIN, "dual_dataset": HELD_OUT}
         trainer = DescentTrainer(bert(dropout=0.2), config(tmp_path, **settings), **given)
         trainer.train(resume_from_checkpoint=checkpoint)
         runs.append(trainer)
+
     straight, resumed = runs
+
     assert straight.multipliers.values.any()
+
     assert_equal_runs(straight, resumed)
+
     assert summary_of(straight)["dual_layer_losses"] == summary_of(resumed)["dual_layer_losses"]
 
 
@@ -295,7 +323,8 @@ def test_the_noise_of_training_acts_on_held_out_rows(tmp_path):
 
 
 def test_micro_batches_of_held_out_rows_have_noise_of_their_own(tmp_path):
-    model, read = bert(), []
+    model = bert()
+    read = []
     model.bert.encoder.layer[0].register_forward_pre_hook(
         lambda layer, args: None if layer.training else read.append(args[0])
     )

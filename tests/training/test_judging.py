@@ -25,6 +25,7 @@ def test_a_model_that_is_only_evaluated_is_judged_by_each_set_alone(tmp_path):
     of_class = [[row for row in FRESH if row["labels"] == label] for label in (0, 1)]
     sets = {"balanced": FRESH, "skewed": [*of_class[0], *of_class[1][:5]]}
     found = []
+
     for names in (["balanced", "skewed"], ["skewed", "balanced"]):
         args = config(tmp_path, descent_alpha="line", initial_loss_bound="auto")
         trainer = DescentTrainer(
@@ -32,7 +33,7 @@ def test_a_model_that_is_only_evaluated_is_judged_by_each_set_alone(tmp_path):
         )
         found.append(
             {
-                name: trainer.evaluate(name) | {"f_0": trainer.problem.initial_loss_bound}
+                name: dict(trainer.evaluate(name), f_0=trainer.problem.initial_loss_bound)
                 for name in names
             }
         )
@@ -44,6 +45,7 @@ def test_a_model_that_is_only_evaluated_is_judged_by_each_set_alone(tmp_path):
 
 def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
     trainer = trained(bert(), config(tmp_path, max_steps=4), train_dataset=DATA, eval_dataset=FRESH)
+
     for rows, also_selected in ((FRESH, False), (DATA, True)):
         profile = trainer.evaluate_layers(rows)
         profile.to_json(str(tmp_path / "profile.json"))
@@ -56,16 +58,20 @@ def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
                 and verdict.also_selected == also_selected
             )
             assert verdict.multipliers == trainer.multipliers.values.tolist()
+
     # Those of the training are of other rows: layer 1's is no multiplier of the exit.
     verdict = trainer.evaluate_layers(
         problem=DescentProblem(None, 1.0, 3, exit_targets={1: 0.5})
     ).certificate()
+
     assert verdict.rows == ["exit_1"] and verdict.multipliers is None
+
     trainer = trained(
         bert(),
         config(tmp_path, max_steps=1, descent_alpha=None, exit_targets={1: 0.5}),
         train_dataset=DATA,
     )
+
     assert (
         trainer.evaluate_layers(FRESH, problem=DescentProblem(0.3, 1.0, 3))
         .certificate()

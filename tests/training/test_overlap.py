@@ -111,8 +111,11 @@ def verdict_says_it(trainer, rows):
 def test_a_verdict_says_that_its_rows_trained_the_model_or_moved_the_multipliers(tmp_path):
     given = {"train_dataset": DATA, "dual_dataset": FRESH[50:]}
     trainer = DescentTrainer(bert(), config(tmp_path, max_steps=1), eval_dataset=DATA[:20], **given)
+
     assert not verdict_says_it(trainer, DATA)
+
     trainer.train()
+
     for rows, known in (
         (None, True),
         (DATA, True),
@@ -121,12 +124,18 @@ def test_a_verdict_says_that_its_rows_trained_the_model_or_moved_the_multipliers
         (FRESH[:50], False),
     ):
         assert verdict_says_it(trainer, rows) == known
+
     trainer.predict(DATA[:20])
+
     assert trainer._run.record.certificate.also_selected
+
     trainer.predict(FRESH[:50])
     before = trainer._run.record.certificate
+
     assert not before.also_selected
+
     trainer.predict(without_labels(FRESH))
+
     assert trainer._run.record.certificate is before  # such rows say nothing
 
 

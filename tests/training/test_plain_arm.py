@@ -50,19 +50,25 @@ def test_both_arms_are_the_trainings_that_they_would_be_alone(tmp_path, start):
     both = make(tmp_path / "both", start)
     found = both.train_with_plain()
     alone = {}
+
     for objective in ("erm", "descent"):
         alone[objective] = make(tmp_path / objective, start, objective=objective)
         alone[objective].train()
+
     assert weights(both.model).equal(weights(alone["descent"].model))
     assert history(both) == history(alone["descent"])
     assert both.args.objective == "descent" and both.args.output_dir == str(tmp_path / "both")
+
     state = json.loads((tmp_path / "both" / "_plain" / "trainer_state.json").read_text())
     losses = [log["loss"] for log in state["log_history"] if "loss" in log]
+
     assert losses == [log["loss"] for log in alone["erm"].state.log_history if "loss" in log]
+
     for profile, objective in ((found.plain, "erm"), (found.trained, "descent")):
         expected = alone[objective].evaluate_layers()
         np.testing.assert_array_equal(profile.losses, expected.losses)
         np.testing.assert_array_equal(profile.values, expected.values)
+
     assert found.price == pytest.approx(found.trained.losses[-1] / found.plain.losses[-1] - 1)
 
 
@@ -71,10 +77,14 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
     trainer = make(tmp_path, "model", learning_rate=3e-2, max_steps=20, **asked)
     found = trainer.train_with_plain()
     plain = Run.load(str(tmp_path / "_plain"), needs_curve=False)
+
     assert plain.summary["objective"] == "erm" and plain.seed == trainer.args.seed
     assert (tmp_path / "_plain" / "model.safetensors").exists()
+
     text = str(found)
-    own, other = found.trained.losses, found.plain.losses
+    own = found.trained.losses
+    other = found.plain.losses
+
     for layer in (1, 2, 3):
         line = text.splitlines()[layer].split()
         assert line[:5] == [
@@ -84,18 +94,25 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
             f"{100 * (own[layer - 1] / other[layer - 1] - 1):+.1f}",
             "%",
         ]
+
     price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %)"
+
     assert f"Last layer: {price}" in text and "bound_1" in text
     assert "Plain training meets" in text and text in caplog.text
     assert found.plain_certificate.rows == found.certificate.rows == ["bound_1"]
     # In verdicts, in files and on the card.
     assert price in str(trainer.evaluate_layers().certificate())
+
     caplog.clear()
     trainer.evaluate()
+
     assert price in caplog.text
+
     trainer.save_model()
     trainer.create_model_card()
+
     assert price in (tmp_path / "README.md").read_text()
+
     # Of other data, or other settings, the plain run says nothing.
     for trainer_data, factor in ((ROWS, 1), (None, 2)):
         trainer.args.learning_rate *= factor
@@ -124,15 +141,20 @@ def test_either_arm_is_resumed(tmp_path, objective):
     whole = make(tmp_path / "whole", "model", **saves).train_with_plain()
     trainer = make(tmp_path / "killed", "model", **saves)
     trainer.add_callback(Killed(objective, 3))
+
     with pytest.raises(KeyboardInterrupt):
         trainer.train_with_plain()
+
     assert trainer.args.objective == "descent"
+
     again = make(tmp_path / "killed", "model", **saves)
     watch = Killed(None, 0)
     again.add_callback(watch)
     found = again.train_with_plain(resume_from_checkpoint=True)
     expected = {"erm": [("erm", 2), ("descent", 0)], "descent": [("descent", 2)]}
+
     assert watch.begun == expected[objective]
+
     np.testing.assert_array_equal(found.plain.losses, whole.plain.losses)
     np.testing.assert_array_equal(found.trained.losses, whole.trained.losses)
 
@@ -149,17 +171,24 @@ def test_a_finished_plain_run_with_other_settings_is_made_again(tmp_path):
 def test_what_cannot_be_compared_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(ValueError, match="`objective` is 'erm', which is plain training itself"):
         make(tmp_path, "model", objective="erm").train_with_plain()
+
     model = bert()
     optimizers = (torch.optim.SGD(model.parameters()), None)
     args = config(tmp_path)
     given = {"train_dataset": ROWS, "eval_dataset": TEST}
+
     with pytest.raises(ValueError, match="`optimizers` are of one training.*optimizer_cls_and_kw"):
         DescentTrainer(model, args, optimizers=optimizers, **given).train_with_plain()
     with pytest.raises(ValueError, match="no `eval_dataset`"):
         DescentTrainer(model, args, train_dataset=ROWS).train_with_plain()
+
     sets = DescentTrainer(model, args, train_dataset=ROWS, eval_dataset={"a": TEST, "b": ROWS})
+
     with pytest.raises(ValueError, match="several evaluation sets"):
         sets.train_with_plain()
+
     assert sets.train_with_plain(eval_dataset="a").trained.losses.shape == (3,)
+
     profile = LayerProfile.from_json(str(tmp_path / "_plain" / "layer_profile.json"))
+
     assert profile.problem is not None

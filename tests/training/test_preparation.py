@@ -56,7 +56,8 @@ def trained(*given, **settings):
 class Weighted(BertForSequenceClassification):
     """Scores by a loss of its own."""
 
-    factor, weight = 50, None
+    factor = 50
+    weight = None
 
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
@@ -70,7 +71,8 @@ class Weighted(BertForSequenceClassification):
 class WeightedByClass(Weighted):
     """For a fresh model, whose logits are all alike, hardly another loss than the cross-entropy."""
 
-    factor, weight = 1, torch.tensor([1.0, 1.0, 3.0])
+    factor = 1
+    weight = torch.tensor([1.0, 1.0, 3.0])
 
 
 def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_without_the_problem_of_its_training(
@@ -86,6 +88,7 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
     adapted = peft.get_peft_model(
         other, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"])
     )
+
     for model, known in ((whole, True), (truncate(cut, 2), False), (adapted, False), (gone, False)):
         if model is gone:
             shutil.rmtree(tmp_path / "run")
@@ -240,20 +243,27 @@ def test_the_loss_at_chance_counts_the_weights_of_classes_and_rows_are_split_by_
     labels = torch.cat([torch.as_tensor(row["labels"]).flatten() for row in rows])
     trainer = trained(tmp_path, model(), rows, loss, max_steps=1)
     expected = least_weighted_loss(labels, weights, divides)
+
     assert trainer.problem.chance_loss == pytest.approx(expected, rel=2e-3)
+
     profile = trainer.evaluate_layers(rows)
+
     assert profile.chance == pytest.approx(expected, rel=2e-3)
     assert profile.whole_batches == 0 and len(profile.row_sums) == 64
+
     if len(labels) > 64:  # of tokens
         return
     batch = default_data_collator(rows)
+
     with torch.no_grad():
         logits = trainer.model.eval()(**{**batch, "labels": None}).logits
+
     losses = weights[labels] * F.cross_entropy(logits, labels, reduction="none")
     shares = losses / (weights[labels].sum() if divides else 64)
     # Weights are known but for a factor where they divide.
     found = torch.from_numpy(profile.row_sums[:, -2] / profile.row_sums[:, -1].sum()).float()
     torch.testing.assert_close(found, shares, rtol=2e-3, atol=1e-5)
+
     assert profile.losses[-1] == pytest.approx(shares.sum().item(), rel=2e-3)
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(shares.sum().item(), rel=2e-3)
 
@@ -297,7 +307,8 @@ def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(
 
 def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
     def shifted(outputs, labels, num_items_in_batch=None):
-        logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        logits = outputs["logits"][:, :-1].flatten(0, 1)
+        labels = labels[:, 1:].flatten()
         return F.cross_entropy(logits, labels, reduction="sum") / (
             num_items_in_batch or labels.ne(-100).sum()
         )
@@ -308,6 +319,7 @@ def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
         for loss in (shifted, None)
     ]
     bounds = [trainer.problem.initial_loss_bound for trainer in trainers]
+
     assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
 
 
@@ -336,11 +348,15 @@ def test_a_mean_over_numbers_is_scaled_by_trainer_s_count_of_them(tmp_path):
         "gradient_accumulation_steps": 2,
         "initial_loss_bound": 1.0,
     }
-    model, data = bert(problem_type="multi_label_classification"), multi_label_rows()
+    model = bert(problem_type="multi_label_classification")
+    data = multi_label_rows()
     trainer = trained(tmp_path, model, data, loss, **settings)
+
     assert seen and set(seen) == {2 * 4 * 3}
+
     batch = default_data_collator(data)
     expected = F.mse_loss(model.eval()(**batch).logits, batch["labels"]).item()
+
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
@@ -354,6 +370,7 @@ def test_plain_training_with_a_readout_measures_nothing(tmp_path):
     metrics = trained(
         tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0
     ).evaluate()
+
     assert (
         "eval_layer_loss_1" in metrics
         and metrics["eval_feasible"] == 0
@@ -375,7 +392,8 @@ class Shifted(torch.nn.Module):
 
     def __init__(self, as_tuple):
         super().__init__()
-        self.model, self.as_tuple = llama(), as_tuple
+        self.model = llama()
+        self.as_tuple = as_tuple
 
     def forward(self, input_ids, attention_mask=None, labels=None):
         outputs = {"logits": self.model(input_ids, attention_mask).logits}
@@ -400,6 +418,7 @@ def test_outputs_may_be_a_tuple(tmp_path):
         [log[name] for log in run.state.log_history for name in names if name in log]
         for run in runs
     )
+
     assert named and by_place == pytest.approx(named, rel=1e-5, abs=1e-6)
     assert runs[0].problem.initial_loss_bound == runs[1].problem.initial_loss_bound
 
@@ -444,6 +463,7 @@ def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_pa
             XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows, data_collator=pad
         )
     )
+
     assert trainer.problem.initial_loss_bound == pytest.approx(math.log(34), rel=1e-3)
 
 
@@ -473,13 +493,18 @@ def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
     trainer.save_model(tmp_path / "saved")
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
     metrics = make(tmp_path, saved, data).evaluate()
+
     for name in ("eval_max_violation", "eval_feasible", "eval_feasible_score"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+
     other = make(tmp_path, bert(), data)
+
     assert (
         other.evaluate()["eval_feasible"] == 0 and other.problem.alpha == "line"
     )  # nothing is known of this one
+
     again = trained(tmp_path / "again", saved, data)
+
     assert again.problem.initial_loss_bound != 1.0  # measured afresh
 
 
@@ -579,12 +604,14 @@ def test_every_micro_batch_of_every_step_has_noise_of_its_own(tmp_path):
         noise_gamma=1.0,
         **settings,
     ).train()
+
     assert len({*seen}) == len(seen) == 4
 
 
 def test_training_without_noise_measures_the_deviation_for_the_tests_under_noise(tmp_path):
     """On the embeddings before training, as a run with noise does, and without a trace in the training itself."""
-    weights, sigmas = [], []
+    weights = []
+    sigmas = []
     for settings in ({"eval_gammas": [0.0, 1.0]}, {"noise_gamma": 0.5}, {}):
         model = bert(dropout=0.1)
         args = config(tmp_path, objective="erm", learning_rate=0.3, **settings)

@@ -48,18 +48,25 @@ def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
     trainer.train()
     trainer.evaluate()
     verdict = trainer._run.record.certificate
+
     assert verdict.price.references == {
         START: pytest.approx(start, rel=1e-5),
         WARMUP: pytest.approx(after_warmup, rel=1e-5),
     }
     assert f"before training {start:.4g}" in str(verdict)
+
     profile = trainer.evaluate_layers()
+
     assert str(profile.certificate()) == str(verdict)
+
     profile.to_json(str(tmp_path / "profile.json"))
     read = LayerProfile.from_json(str(tmp_path / "profile.json"))
+
     assert str(read.certificate()) == str(verdict)
+
     trainer.save_model()
     summary = RunFolder(tmp_path / "run").summary
+
     assert summary["last_layer_losses"][START]["loss"] == pytest.approx(start, rel=1e-5)
     assert [each.name for each in references.references_of(summary)] == [START, WARMUP]
 
@@ -85,15 +92,22 @@ def test_a_ruined_model_meets_nothing(tmp_path):
     kept = make(tmp_path / "kept", good, learning_rate=1e-6, **settings)
     kept.train()
     kept.evaluate()
+
     assert before < 0.8 and kept._run.record.certificate.price.exceeded is None
+
     with torch.no_grad():
         kept.model.classifier.weight.mul_(0.3)  # as ruinous training would
+
     assert before < stock_loss(tmp_path, kept.model)
+
     kept.evaluate()
     verdict = kept._run.record.certificate
+
     assert verdict.price.exceeded == START and verdict.outcome == "not met"
     assert "above its value before training" in verdict.reasons[0]
+
     kept.evaluate(classification_data(64, seed=2, pad=False))  # of other rows
+
     assert kept._run.record.certificate.price.references[START] == pytest.approx(before, rel=1e-5)
 
 
@@ -116,8 +130,11 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
     trainer = make(tmp_path)
     trainer.train()
     (reading,) = trainer._run.references._readings[START]["eval_dataset"]
+
     assert list(reading) == [0, 4, 8] and [len(part) for part in reading.values()] == [7, 7, 7]
+
     trainer.evaluate()
+
     with torch.no_grad():
         batch = {
             name: torch.stack([torch.as_tensor(HELD_OUT[i][name]) for place in (0, 4, 8)
@@ -125,6 +142,7 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
             for name in HELD_OUT[0]
         }  # fmt: skip
         expected = bert().eval()(**batch).loss.item()
+
     assert trainer._run.record.certificate.price.references[START] == pytest.approx(
         expected, rel=1e-5
     )

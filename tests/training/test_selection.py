@@ -66,7 +66,7 @@ def test_the_best_model_of_several_evaluation_sets_needs_a_metric(tmp_path):
 class Averaging(DescentTrainer):
     def evaluate(self, *args, **kwargs):
         metrics = super().evaluate(*args, **kwargs)
-        return metrics | {"eval_loss": 0.5}
+        return dict(metrics, eval_loss=0.5)
 
 
 def test_a_trainer_may_make_one_metric_of_several_sets(tmp_path):

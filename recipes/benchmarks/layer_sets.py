@@ -60,7 +60,7 @@ def kept_states(model, batches: list[dict], gaps: list[int], file: Path) -> list
     """Of each batch what the head reads, and what the layers `gaps` return, in half precision; from `file`, if it is
     there."""
     if file.exists():
-        return torch.load(file)
+        return torch.load(file, weights_only=True)
     states = []
     seen = {}
 

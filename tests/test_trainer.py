@@ -16,11 +16,11 @@ from tiny import (
     trained,
 )
 from torch._dynamo.utils import counters
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
-from hf_descent import DescentConfig, DescentTrainer
+from hf_descent import DescentConfig, DescentTrainer, layer_losses
 from hf_descent.trainer import DescentMixin
 
 
@@ -435,3 +435,31 @@ def test_a_head_is_trained_on_a_frozen_model(tmp_path):
     args = config(tmp_path, objective="erm", max_steps=2)
     DescentTrainer(model, args, train_dataset=classification_data(16), readout=readout).train()
     assert not torch.equal(model.classifier.weight, before)
+
+
+def test_a_step_by_itself_is_refused_before_a_batch_has_shown_the_layers(tmp_path):
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA)
+    batch = next(tiny.batches(DATA))
+    with pytest.raises(ValueError, match="The layers are not known yet"):
+        trainer.training_step(trainer.model, batch)
+
+
+class Interrupted(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_after_an_interrupted_training_an_evaluation_reads_all_tokens(tmp_path):
+    rows = language_data(32, ragged=False)
+    args = config(tmp_path, readout_token_fraction=0.2)
+    trainer = DescentTrainer(
+        llama(), args, train_dataset=rows, eval_dataset=rows, callbacks=[Interrupted()]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+    metrics = trainer.evaluate()
+    with torch.no_grad():  # by replay, which knows of no sample
+        expected = layer_losses(trainer.model.eval(), next(tiny.batches(rows, 32)))
+    found = [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
+    assert found == pytest.approx(expected.tolist(), rel=1e-5)

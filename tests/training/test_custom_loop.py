@@ -336,6 +336,16 @@ def test_the_example_runs_and_training_draws_as_if_nothing_had_been_measured(cap
     assert given["objective"].global_step == 32 and "of 2 rows are met" in capsys.readouterr().out
 
 
+def test_a_batch_without_labels_is_refused():
+    model, rows, objective, _ = prepared("classifier")
+    batch = next(iter(loader(rows)))
+    del batch["labels"]
+    with pytest.raises(
+        ValueError, match="no tensor of labels \\(looked for labels; found input_ids"
+    ):
+        objective(model, batch)
+
+
 def test_what_a_loop_cannot_have_is_refused():
     model = bert()
     rows = classification_data(16)

@@ -24,7 +24,7 @@ def check_supported(trainer: Trainer, loss_method) -> None:
     """ValueError where this run's layers cannot be read; `loss_method` is that of the class behind the mixin."""
     check_targeted_layers(trainer)
     _check_loss_method(loss_method)
-    _check_evaluation_sets(trainer.eval_dataset)
+    _check_evaluation_sets(trainer)
     _check_fine_tuning(trainer)
     _check_processes(trainer)
     _check_compilation(trainer)

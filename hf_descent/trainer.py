@@ -193,7 +193,8 @@ class DescentMixin:
         if not self._is_labelled(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sample = None
-        if self.is_in_train:  # a verdict is on all tokens, evaluations in training are on a sample
+        # Evaluations by `eval_strategy` are on a sample of the tokens, those that others ask for on all.
+        if self._run.evaluation.in_training_loop:
             sample = (self.args.process_index, self._run.totals.batches)
         layers = self._run.known_objective().layers
         losses = layers.measure(model, inputs, keep_logits=return_outputs, key=sample)
@@ -321,7 +322,12 @@ class DescentMixin:
             return super().predict(test_dataset, *args, **kwargs)
 
     def _evaluation_of(self, dataset) -> Evaluation:
-        return Evaluation(name_of_set(self.eval_dataset, dataset), self._overlaps_training(dataset))
+        # Of several evaluation sets each is evaluated by a call inside that of all.
+        in_training_loop = self._run.evaluation.in_training_loop
+        if self.is_in_train and self.control.should_evaluate:
+            in_training_loop = True
+        name = name_of_set(self.eval_dataset, dataset)
+        return Evaluation(name, self._overlaps_training(dataset), in_training_loop)
 
     def _overlaps_training(self, dataset) -> bool:
         """Whether an evaluation is known to be on rows that trained the model, or chose its checkpoint or settings."""

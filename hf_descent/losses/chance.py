@@ -90,6 +90,7 @@ class ChanceLoss:
             self.moments = self.moments + moments
         else:
             raise unmeasurable("labels that are numbers in rows of several lengths")
+
         return number
 
     def _ends(self, labels: torch.Tensor) -> list[np.ndarray]:
@@ -129,6 +130,7 @@ class ChanceLoss:
             loss = self._of_weighted_classes(moments[0])
         else:
             loss = self._entropy(moments[0], estimates)
+
         return float(loss)
 
     def _of_numbers(self, moments: list[np.ndarray], estimates: bool) -> float:
@@ -207,6 +209,7 @@ def entropy(counts: np.ndarray, label_smoothing: float = 0.0) -> float:
         # share once / (once + size * left) with each label.
         decay = size * math.log1p(once / (size * left))
         nats += once / size * scaled_exponential_integral(decay)  # the integral for the sum
+
     nats = min(nats, math.log(classes))
     if not label_smoothing:
         return nats

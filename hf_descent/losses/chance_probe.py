@@ -124,6 +124,7 @@ def _class_weights(
         if weights is None:
             raise
         return weights
+
     return None
 
 
@@ -267,4 +268,5 @@ def _residuals(labels: torch.Tensor) -> list[torch.Tensor]:
         alone = torch.zeros_like(flat)
         alone[:, place] = flat.abs().max()
         tried.append(alone.view_as(labels))
+
     return tried

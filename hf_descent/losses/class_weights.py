@@ -123,6 +123,7 @@ def _of_classes(trial: _Trial, classes: int) -> ClassWeights | None:
     for label in range(classes):
         loss, losses, _ = _losses(trial, torch.full_like(trial.labels, label))
         alone[label] = loss / losses.mean()
+
     if not np.allclose(alone, 1, rtol=TOLERANCE):
         return ClassWeights(alone)
 
@@ -137,6 +138,7 @@ def _of_classes(trial: _Trial, classes: int) -> ClassWeights | None:
         if abs(difference) < 1e-4 * len(other):  # whatever the weight, the loss would be the same
             return None
         values[label] = (first.sum() - loss * len(first)) / difference
+
     return ClassWeights(values, divides=True)
 
 
@@ -168,6 +170,7 @@ def _of_binary_labels(trial: _Trial, classes: int) -> ClassWeights | None:
         terms = _binary_terms(logits, labels)  # [2, rows, classes]
         equations.append(terms.sum(axis=1).ravel())
         totals.append(loss * labels.numel())
+
     solution, _, rank, _ = np.linalg.lstsq(np.array(equations), np.array(totals))
     if rank < 2 * classes:
         return None

@@ -137,6 +137,7 @@ class ReplayedLosses:
             # No f_l holds the router's loss (the readout replayed layer L without it); the objective takes it as the
             # model itself weighs it.
             value = value + (outputs["loss"] - losses[-1]) * share
+
         return StepLosses(value, parts.detach(), outputs, self._tokens(outputs, inputs))
 
     def measure(
@@ -176,6 +177,7 @@ class ReplayedLosses:
         score_all = partial(self._measured, inputs=inputs, items=items)
         with self.readout.attach(read, layers, score=score_all):
             outputs = model(**self.task.model_inputs(inputs))
+
         means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
         rows, is_split = self._rows.joined(splits, means, count)
         tokens = self._tokens(outputs, inputs)
@@ -262,6 +264,7 @@ class TiledLosses:
             tokens = self._head.tokens(inputs)
         else:
             tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), same=True)
+
         documents = self._head.documents(inputs)
         parts = []  # of all layers at once, or of each
         scores = []
@@ -339,6 +342,7 @@ def _require_gradient(layer, hidden, objective, readout) -> None:
             f"{type(readout.model).__name__} computes its layers without a graph of gradients, as reversible layers "
             "do: use `objective='erm'`, or another architecture"
         )
+
     raise ValueError(
         f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. {remedy}."
     )

@@ -83,6 +83,7 @@ class RowLosses:
                 logits, labels.float(), weights, reduction="none"
             )
             return _added_up(losses, torch.ones_like(losses))
+
         if logits.shape[:-1] != labels.shape:
             return None
         losses = F.cross_entropy(
@@ -96,12 +97,14 @@ class RowLosses:
             losses = weights * losses
             if form.weights.divides:
                 counted = weights
+
         if form.kind == "positions":  # the mean over both ends of an answer, which is one item
             return _added_up(losses / 2, counted[:, :1])
         if labels.dim() == 2 and inputs.get("position_ids") is not None:
             documents, count = documents_of(inputs, labels)
             both = torch.stack([losses.flatten(), counted.flatten()], dim=1)  # [batch * seq, 2]
             return both.new_zeros(count, 2).index_add(0, documents.flatten(), both)
+
         return _added_up(losses, counted)
 
     def _squares(self, outputs, inputs) -> torch.Tensor:
@@ -131,6 +134,7 @@ class RowLosses:
             loss = self._task(map_tensors(of_row, outputs), own_inputs, given)
             loss = torch.where(items > 0, loss.float(), 0.0)
             found.append(torch.stack([loss * items, items.float()]))
+
         return torch.stack(found)
 
 

@@ -80,10 +80,12 @@ class TaskLoss:
             loss = self.loss_fn(outputs, labels, num_items_in_batch=items)
             check_scalar_loss(loss)
             return loss
+
         if self.smoother is not None and labels is not None:
             return self.smoother(
                 outputs, labels, shift_labels=self.shifts_labels, num_items_in_batch=items
             )
+
         if self.has_custom_readout:
             return loss_from_logits(self.model, output_logits(outputs), labels, items)
         loss = output_loss(outputs)
@@ -107,6 +109,7 @@ class TaskLoss:
             "start_positions" in inputs and "input_ids" in inputs
         ):  # models leave out those past the end
             return labels.lt(inputs["input_ids"].shape[1]).sum()
+
         return labels.ne(IGNORE_INDEX).sum()
 
     def predicted_labels(self, inputs: Mapping[str, Any]) -> Any | None:
@@ -147,6 +150,7 @@ class TaskLoss:
             if self.shifts_labels:
                 return logits[:, :-1], labels[:, 1:]
             return logits, labels
+
         # A single logit is a number to models, though labels are whole: as a class it would always be the first.
         if torch.is_tensor(labels) and logits.shape[-1] == 1:
             labels = labels.float()
@@ -212,6 +216,7 @@ class TaskLoss:
                     return shifts_labels(batch[name], loss_of)
             except Exception:  # there is no loss, or none where labels are missing
                 continue
+
         return None
 
     def check_loss_function(self) -> None:
@@ -261,6 +266,7 @@ def loss_from_logits(
         arguments["pooled_logits"] = logits
     else:
         arguments["logits"] = logits
+
     if num_items_in_batch is not None:
         arguments["num_items_in_batch"] = num_items_in_batch
     try:

@@ -200,6 +200,7 @@ class EmbeddingNoise:
             if self._main_input != "input_ids" and not belongs:
                 mask = None  # it belongs to another input, such as CLIP's text
             noisy[name] = self._perturb(signal, mask, self._calls[0])
+
         return noisy
 
     @torch.compiler.disable
@@ -293,6 +294,7 @@ def estimate_sigma(
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
         moments += moments_of(signal)
+
     if reduce is not None:
         moments = reduce(moments)
     return deviation_from_moments(moments)
@@ -342,11 +344,13 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
                 f"`sigma` or `config.noise_sigma` is {sigma}; give the signal's deviation, above 0."
             )
         return float(sigma)
+
     if main_input != "input_ids":
         raise ValueError(
             f"{type(model).__name__} has no `config.noise_sigma`, the standard deviation of its `{main_input}`: pass "
             "`sigma`, or set `model.config.noise_sigma = estimate_sigma(model, batches)`."
         )
+
     lookup = find_lookups(model)[0]
     table = look_up(lookup, left_out=getattr(lookup, "padding_idx", None))
     return deviation_from_moments(sum(map(moments_of, table)))
@@ -361,6 +365,7 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()`, or set "
             "`main_input_name` to the floating-point input to perturb."
         )
+
     weight = getattr(lookup, "weight", None)
     if _has_second_table(model, weight):
         raise ValueError(
@@ -372,6 +377,7 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight is weight and module is not lookup:
             found.append(module)
+
     # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
     wrappers = {
         module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")

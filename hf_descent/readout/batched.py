@@ -78,6 +78,7 @@ def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -
             next(own) if is_tensor else value for value, is_tensor in zip(values, are_tensors)
         ]
         results.append(pytree.tree_unflatten(leaves, structure))
+
     return results
 
 

@@ -79,9 +79,11 @@ class HeadReadout:
             for module in model.modules():
                 module.training &= not isinstance(module, nn.Dropout | _NormBase)
             norm, head, head_loss, dtype = _find_tail(model, replay.stack, inputs)
+
         self = cls(replay, norm, head, head_loss, shifts)
         with probing(model):
             self._check(inputs, dtype)
+
         self._workspace = Workspace()  # without what the check took
         self.head_loss = replace(self.head_loss, label_smoothing=label_smoothing)
         return self
@@ -286,6 +288,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
     with last_layer.autocast:
         # Outside a forward, where hooks gather shards.
         own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)
+
     _require_close(
         own_scores, scores, scores.dtype, f"{name}: norm and head differ on single positions"
     )
@@ -307,6 +310,7 @@ def _logged_tail(model, stack, inputs) -> tuple[torch.Tensor, Call, list[Call]]:
     explained = errors_explained(f"{type(model).__name__} fails without its labels:")
     with explained, dropouts, logged(outside) as calls:
         logits = output_logits(model(**_without_labels(model, inputs)))
+
     end = max(index for index, call in enumerate(calls) if id(call.module) in layer_ids)
     return logits, calls[end], [call for call in calls[end + 1 :] if call.began > end]
 
@@ -337,11 +341,13 @@ def _chain_to_head(
         if call.received and call.made and share_storage(call.made[0], reached):
             chain.insert(0, call.module)
             reached = call.received[0]
+
     if not share_storage(reached, last):
         raise ValueError(
             f"{type(model).__name__}: no chain of modules leads from the last layer to the head; a function is "
             "between."
         )
+
     return chain
 
 
@@ -383,6 +389,7 @@ def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
         logits = output_logits(model(**_without_labels(model, inputs))).to(
             scores.device, torch.float32
         )
+
     if logits.requires_grad:
         raise ValueError(f"{name}: a parameter acts on the outputs of its head.")
     scores = scores.float()

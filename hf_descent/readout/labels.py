@@ -70,6 +70,7 @@ def _has_loss(loss_of, labels, position) -> bool:
             and not math.isclose(loss, loss_of(none), rel_tol=1e-6)
         ):
             return True
+
     return False
 
 

@@ -60,6 +60,7 @@ def labelled_tokens(
         drawn = torch.randperm(count, generator=generator)
         needed = num_samples * size
         samples = drawn.repeat(-(-needed // count))[:needed].view(num_samples, size).to(rows.device)
+
     return LabelledTokens(rows, labels[rows], samples)
 
 
@@ -164,6 +165,7 @@ def tiled_layer_losses(
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
+
     statistics = None
     if token_statistics:
         statistics = TokenStatistics(last.losses[0], entropies, hits)
@@ -200,6 +202,7 @@ def _layer_groups(hidden_states, tokens, value_only, reader) -> list[LayerGroup]
                 own_rows = rows[part].unbind()
                 own_targets = targets[part].flatten()
             groups.append(LayerGroup(members, hidden, own_rows, own_targets, part))
+
     groups.append(LayerGroup([last], [hidden_states[last]], [rows], targets))
     return groups
 
@@ -229,6 +232,7 @@ def _set_coefficients(groups, weights, num_tokens, value_only, head_loss) -> tor
     parts = (spread / unit).split([len(group.layers) for group in (*trained, last)])
     for group, coefficients in zip((*trained, last), parts):
         group.coefficients = coefficients
+
     return unit
 
 
@@ -248,6 +252,7 @@ def _sums(groups, is_sampled) -> torch.Tensor:
             off = of_group - last_losses[group.part].sum(1)
             of_group = of_last + factor * off
         sums.update(zip(group.layers, of_group.unbind()))
+
     return torch.stack([*(sums[index] for index in sorted(sums)), of_last])
 
 
@@ -275,6 +280,7 @@ def _document_sums(
             off = factor * (group.losses - last_losses[group.part])
             of_group = of_last + added_up(off, documents[group.part])
         columns.update(zip(group.layers, of_group.unbind()))
+
     (items,) = added_up(torch.ones_like(last.losses), documents[None])
     sums = torch.stack([*(columns[index] for index in sorted(columns)), of_last], dim=1)
     return sums, items[:, None]
@@ -341,15 +347,18 @@ class _KnownGradients(torch.autograd.Function):
             raise RuntimeError(
                 "Layer losses take one backward pass: call the model again, without `retain_graph`."
             )
+
         gradients = ctx.gradients
         ctx.gradients = None
         hidden = [None] * len(ctx.rows)
         for index, row in enumerate(ctx.rows):
             if row is not None:
                 hidden[index] = row.expected(grad_value, ctx.shapes[index])
+
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 gradients[index] = _scaled(gradient, grad_value)
+
         return None, None, None, *hidden, *gradients
 
 

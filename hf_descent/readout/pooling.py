@@ -25,12 +25,14 @@ def pooled_readout(model: nn.Module, pooling: str) -> Callable:
         raise ValueError(
             f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs)`."
         )
+
     config = getattr(inner_model(model), "config", None)
     heads = linear_layers(model, getattr(config, "num_labels", None))
     if not heads:
         raise ValueError(
             f"`readout` is {pooling!r}, but {type(model).__name__} has no linear layer with one output per label."
         )
+
     return lambda model, hidden, inputs: heads[-1](
         pool(hidden, inputs.get("attention_mask"), pooling)
     )

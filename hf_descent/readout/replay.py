@@ -37,9 +37,11 @@ def output_logits(outputs) -> torch.Tensor:
         ends = (outputs.get("start_logits"), outputs.get("end_logits"))
         if ends[0] is not None and ends[1] is not None:
             return torch.stack(ends, dim=-1)  # [batch, seq, 2]
+
     for tensor in tensors(outputs):
         if tensor.is_floating_point() and tensor.dim() > 0:
             return tensor
+
     raise ValueError(
         f"`outputs` ({type(outputs).__name__}) hold no logits; let the model return `logits`."
     )
@@ -111,6 +113,7 @@ class Readout:
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
             logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
+
         if isinstance(readout, str):
             readout = pooled_readout(model, readout)
         self = cls(model, stack, readout)
@@ -295,6 +298,7 @@ class _Call:
             if len(chosen) > len(below):
                 parts.append([self._readout.num_layers])
             pairs += [(part, has_grad) for part in parts]
+
         return pairs
 
     def _read(self, group):
@@ -383,6 +387,7 @@ def _check_replay(model, stack, inputs):
                     raise ValueError(
                         f"logits of shape {list(logits.shape)}, not {list(own_logits.shape)}"
                     )
+
         if any(tensor._version != version for tensor, version in record):
             stack.clones = True
             return _check_replay(model, stack, inputs)

@@ -55,6 +55,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
     modules = {id(child): child for children in members.values() for child in children}
     with logged(modules.values()) as calls:
         hidden_states = _hidden_states(model, inputs)
+
     # The first may be embeddings of another width, the last may have been merged by the tail.
     if len({state.shape for state in hidden_states[1:-1]}) > 1:
         raise _differing_shapes(model_name, "hidden states", hidden_states)
@@ -67,6 +68,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
         raise ValueError(
             f"{model_name} has no stack of layers: run those of an nn.ModuleList one after the other."
         )
+
     name, hidden_index = place
     num_layers = _check_stack(model_name, name, calls_of[name], hidden_index, hidden_states)
     return _stack_at(model, name, members[name], num_layers, hidden_index)
@@ -95,6 +97,7 @@ def _check_stack(
         raise ValueError(
             f"{model_name}: the layers of `{name}` do not run one after the other; use one stack."
         )
+
     return len(states)
 
 
@@ -199,6 +202,7 @@ def logged(modules):
             output = call(*args, **kwargs)
         finally:
             running.discard(id(module))
+
         made = tensors(output)
         autocast = None
         if made:
@@ -264,6 +268,7 @@ def _hidden_states(model, inputs):
         # A forward without that argument raises TypeError.
         with suppress(TypeError):
             outputs = model(**{**inputs, "output_hidden_states": True})
+
     if outputs is None:
         outputs = model(**inputs)
     if not isinstance(outputs, dict):
@@ -272,6 +277,7 @@ def _hidden_states(model, inputs):
         states = outputs.get(name)
         if states:
             return [state for state in states if isinstance(state, torch.Tensor)]
+
     return []
 
 

@@ -139,12 +139,14 @@ class Tape:
                 if self.layer_calls > 0:
                     return self.give_within_stack(output)
                 return self.give(output)
+
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
         self.nested = True
         try:
             output = call(*args, **kwargs)
         finally:
             self.nested = False
+
         if self.phase == "record" and not self.in_tail:
             kept = _rewrapped(output)
             self.answers[id(module)].append(kept)
@@ -154,6 +156,7 @@ class Tape:
                 self.in_tail = True
                 self.autocast = present_autocast(self.stack.hidden_state(output).device.type)
                 self.random_states = random_state.torch_states(self.devices)
+
         return output
 
 

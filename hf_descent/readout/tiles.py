@@ -140,6 +140,7 @@ class TiledReader:
             del states
             # A norm with a device of its own is moved to by accelerate's hook.
             normed = self.norm(inputs.requires_grad_(trains)).to(self.device)
+
         with self.autocast_off:
             x = normed.detach().to(self.weight.dtype)  # [group tokens, hidden]
             coefficients = None
@@ -199,6 +200,7 @@ class TiledReader:
             entropies.copy_(-torch.linalg.vecdot(probabilities, log_probabilities))
         else:
             probabilities = log_probabilities.exp_()
+
         gradient = probabilities.scatter_add_(
             1, targets, torch.full_like(label_scores, smoothing - 1)
         )

@@ -94,6 +94,7 @@ def _evaluation(trainer: Trainer) -> dict[str, Any] | None:
     for entry in evaluations:
         if entry["step"] == step:
             numbers.update(entry)
+
     if numbers:
         return numbers
     logger.warning(

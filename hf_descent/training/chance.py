@@ -67,6 +67,7 @@ def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, da
             noise_variance = mean_square * trainer.noise_sigma() ** 2
         chance_loss = replace(chance_loss, noise_variance=noise_variance)
         chance = chance_of_batches(task, chance_loss, collated(trainer, data, chance_loss.enough))
+
     # One value for all, also where each process has a part of a stream to itself.
     return (
         reduced(trainer.accelerator, torch.tensor(chance, dtype=torch.float64)).item()
@@ -99,6 +100,7 @@ def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, An
         chosen = np.linspace(0, len(data) - 1, min(len(data), most_rows)).astype(int)
         data = Subset(data, np.random.default_rng(SEED).permutation(chosen).tolist())
         rows = map(data.__getitem__, range(len(data)))
+
     # Leaves columns out that the model does not take.
     collate = trainer.get_test_dataloader(data).collate_fn
 

@@ -71,16 +71,19 @@ def _check_processes(trainer: Trainer) -> None:
             "replicas are lost. Use `accelerate launch` or `torchrun` (one process a device), or set "
             "`CUDA_VISIBLE_DEVICES` to one device."
         )
+
     if args.world_size > 1 and args.ddp_static_graph:
         raise ValueError(
             "`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out."
         )
+
     if trainer.is_fsdp_enabled:
         plugin = trainer.accelerator.state.fsdp_plugin
         if getattr(plugin, "fsdp_version", 1) < 2:
             raise ValueError(
                 "FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`."
             )
+
     sizes = {
         "Tensor": trainer.get_tp_size(),
         "Context": trainer.get_cp_size(),

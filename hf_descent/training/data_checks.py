@@ -42,6 +42,7 @@ def _check_classes(model: nn.Module, argument: str, data: Any, label_names: Sequ
         labels = np.asarray(data.with_format("numpy")[name][:])
     else:
         labels = np.asarray([row.get(name) for row in data])
+
     if labels.dtype.kind not in "iu":
         return
 

@@ -102,6 +102,7 @@ class HeldOutRows:
                 measured = layers.measure(model, inputs, keep_logits=False, key=(part,))
                 sums = measured.means * measured.items  # [layers]
                 totals = totals + torch.cat([sums, measured.items.to(sums)[None]])
+
         model.train()
         reshard(model)
 
@@ -123,6 +124,7 @@ class HeldOutRows:
             for part in own_parts:
                 indices = range(part * size, (part + 1) * size)
                 batches[part] = self._collate([self._rows[row % self.count] for row in indices])
+
         return batches
 
 

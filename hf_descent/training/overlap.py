@@ -30,6 +30,7 @@ def share_rows(first: Any, second: Any) -> bool:
         if first_indices is None or second_indices is None:
             return True
         return bool(np.isin(first_indices, second_indices).any())
+
     if is_dataset(first) and is_dataset(second):
         return _share_memory(first, first_indices, second, second_indices)
     return False
@@ -89,6 +90,7 @@ def _places(dataset: Any, column: str, indices: np.ndarray | None) -> np.ndarray
             continue
         numbers = np.arange(chunk.offset, chunk.offset + len(chunk))
         places.append(np.stack([np.full(len(chunk), address), numbers], axis=1))
+
     found = np.concatenate(places)
     if dataset._indices is not None and len(found):
         found = found[dataset._indices.column(0).to_numpy()]

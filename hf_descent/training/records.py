@@ -120,6 +120,7 @@ class Evaluation:
     set_name: str | None = None  # of the evaluation set; `None` for other data
     # Whether training was fitted to some of the rows, or chooses its checkpoint by them.
     overlaps_training: bool = False
+    in_training_loop: bool = False  # whether `eval_strategy` asks for it
 
 
 @dataclass

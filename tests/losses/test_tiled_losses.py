@@ -275,6 +275,18 @@ def test_evaluations_that_no_strategy_asks_for_read_all_tokens_however_training_
     assert [sampled is not None for *_, sampled in seen].count(True) == 1  # the step's
 
 
+def test_all_of_several_evaluation_sets_are_read_on_a_sample_by_eval_strategy(
+    tmp_path, monkeypatch
+):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    made = trainer(tmp_path, readout_token_fraction=0.5, **settings)
+    made.eval_dataset = {"first": rows(8), "second": rows(8, seed=1)}
+    drawn = drawn_tokens(monkeypatch, made)
+    sampled = [samples is not None for *_, samples in drawn]
+    # A reading of each set before the first step, the step, and a batch of each set by `eval_strategy`.
+    assert sampled[-3:] == [True] * 3
+
+
 def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
     def losses(steps, **kwargs):
         """[steps, layers] of the same rows in every step, by a model that does not change."""

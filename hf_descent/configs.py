@@ -79,6 +79,16 @@ def _help_from_docstring(cls: type) -> type:
     return cls
 
 
+@dataclass(frozen=True)
+class DualSettings:
+    """Settings of the dual step whose defaults depend on the constraints."""
+
+    optim: str
+    learning_rate: float
+    warmup_steps: float
+    target_margin: float
+
+
 @_help_from_docstring
 @dataclass
 class DescentArguments:
@@ -355,6 +365,13 @@ class DescentArguments:
                 f"`max_last_layer_rise` is {share!r}; give a share from 0 to 1 (0.02 for 2 %), or `None` "
                 "for no limit."
             )
+
+    @property
+    def dual_settings(self) -> DualSettings:
+        """The settings of the dual step, those that were not given by their defaults."""
+        return DualSettings(
+            self.dual_optim, self.dual_learning_rate, self.dual_warmup_steps, self.target_margin
+        )
 
     @property
     def layer_rows(self) -> float | list[float] | str | None:

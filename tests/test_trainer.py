@@ -399,7 +399,7 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
     [
         ({"torch_compile": True, "gradient_checkpointing": True}, "torch_compile"),
         ({"descent_alpha": [0.1, 0.2]}, "2 values but the model has 3 layers"),
-        ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values; give one per row"),
+        ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values; give one per constraint"),
         ({"objective": "fixed", "fixed_multipliers": [0.1, -0.1, 0.0]}, "finite and not negative"),
         ({"objective": "fixed", "fixed_multipliers": "nowhere"}, "nowhere"),
     ],

@@ -50,11 +50,8 @@ import torch
 class LastLayerGuard:
     """Follows f_L over the steps of a run and says when multipliers have to stop growing, and when to shrink.
 
-    Every operation stays on the device: no step reads a value back to the host.
-
     Args:
         max_rise (`float`): the share delta >= 0 by which f_L may be above its best value so far.
-        device (`torch.device` or `str`): where the losses arrive.
     """
 
     WINDOW = 10  # steps: the present mean gives the newest loss the weight 1/10
@@ -67,7 +64,7 @@ class LastLayerGuard:
     # Factors of the pace of growth, whenever multipliers begin to shrink and in each step after; its least value.
     BACK_OFF, RECOVERY = 0.02, 1.003
     LEAST_PACE = 0.001
-    _TENSORS = (
+    _NAMES = (
         "count",
         "previous",
         "means",
@@ -79,103 +76,114 @@ class LastLayerGuard:
         "pace",
     )
 
-    def __init__(self, max_rise: float, device: torch.device | str = "cpu"):
+    def __init__(self, max_rise: float):
         self.max_rise = max_rise
-        zero = torch.zeros((), dtype=torch.float32, device=device)
-        self.count, self.previous = zero.clone(), zero.clone()
-        # Of the present mean and the slow one, [2]: the mean, the sum of its squared weights, and the variance of a
-        # single loss.
-        self.means = zero.new_zeros(2)
-        self.square_weights = zero.new_zeros(2)
-        self.variances = zero.new_zeros(2)
-        self.best = torch.full_like(zero, torch.inf)  # the upper limit of the best mean so far
-        self.evidence = zero.clone()
-        self.shrinks = zero.bool()
-        self.pace = torch.ones_like(zero)
+        self.count = 0  # losses so far
+        self.previous = 0.0
+        # Of the present mean and the slow one: the mean, the sum of its squared weights, and the variance of a single
+        # loss.
+        self.means = [0.0, 0.0]
+        self.square_weights = [0.0, 0.0]
+        self.variances = [0.0, 0.0]
+        self.best = math.inf  # the upper limit of the best mean so far
+        self.evidence = 0.0
+        self.shrinks = False
+        self.pace = 1.0
         # The highest present mean of the steps that shrink, and the best value of that step.
-        self._highest = torch.stack([-self.best, self.best])
+        self._highest: tuple[float, float] | None = None
 
-    @torch.no_grad()
-    def observe(self, loss: torch.Tensor) -> None:
-        """Take in the f_L of a step, a scalar; one that is not finite changes nothing."""
-        before = {name: getattr(self, name) for name in self._TENSORS}  # none is written into
-        usable = (loss - loss).eq(0)  # of what is not finite it is no number
-        loss = loss.to(self.means)
+    def observe(self, loss: float) -> None:
+        """Take in the f_L of a step; one that is not finite changes nothing."""
+        if not math.isfinite(loss):
+            return
 
         self._add_evidence(loss)
         self._add_to_means(loss)
-        candidate = self.means[1] + self.OF_BEST * self.standard_errors[1]
-        candidate = torch.where(self.count >= self.FIRST_BEST, candidate, torch.inf)
-        self.best = torch.minimum(self.best, candidate)
-        begins = (self.evidence >= self.ENOUGH) & ~self.shrinks
-        self.shrinks = (self.evidence > 0) & (self.shrinks | begins)
-        slower = (self.BACK_OFF * self.pace).clamp(min=self.LEAST_PACE)
-        faster = (self.RECOVERY * self.pace).clamp(max=1.0)
-        self.pace = torch.where(begins, slower, torch.where(self.shrinks, self.pace, faster))
+        if self.count >= self.FIRST_BEST:
+            self.best = min(self.best, self.means[1] + self.OF_BEST * self.standard_errors[1])
+        self._set_pace()
 
-        for name, old in before.items():
-            setattr(self, name, torch.where(usable, getattr(self, name), old))
-        is_highest = self.shrinks & usable & (self.means[0] > self._highest[0])
-        self._highest = torch.where(
-            is_highest, torch.stack([self.means[0], self.best]), self._highest
-        )
+        present = self.means[0]
+        if self.shrinks and (self._highest is None or present > self._highest[0]):
+            self._highest = (present, self.best)
 
-    def highest_rise(self) -> tuple[float, float] | tuple[None, None]:
+    def highest_rise(self) -> tuple[float, float] | None:
         """The highest mean f_L of this process's steps in which multipliers had to shrink, and the best value of that
-        time; reads from the device. `None` where there was no such step."""
-        highest, best = self._highest.tolist()
-        return (highest, best) if math.isfinite(best) else (None, None)
+        time. `None` where there was no such step."""
+        return self._highest
 
-    def _add_evidence(self, loss: torch.Tensor) -> None:
-        noise = self.variances.max().sqrt()
-        limit = self.limit
-        noise = torch.maximum(noise, self.LEAST_NOISE * limit.abs())
-        excess = (loss - limit) / noise.clamp(min=torch.finfo(noise.dtype).tiny) - self.ALLOWED
-        excess = torch.where(limit.isfinite(), excess, 0.0)
-        self.evidence = (self.evidence + excess.clamp(max=self.MOST)).clamp(0, self.ENOUGH)
+    def _add_evidence(self, loss: float) -> None:
+        if math.isinf(self.best):
+            return
+        noise = math.sqrt(max(self.variances))
+        noise = max(noise, self.LEAST_NOISE * abs(self.limit), torch.finfo(torch.float32).tiny)
+        excess = (loss - self.limit) / noise - self.ALLOWED
+        self.evidence += min(excess, self.MOST)
+        self.evidence = min(max(self.evidence, 0.0), self.ENOUGH)
 
-    def _add_to_means(self, loss: torch.Tensor) -> None:
-        self.count = self.count + 1
-        present = (1 / self.count).clamp(min=1 / self.WINDOW)  # at first all losses count alike
-        slow = torch.minimum(self.SLOW_SHARE / (self.count + self.SLOW_SHARE - 1), present)
-        weights = torch.stack([present, slow])  # of the newest loss, [2]
-
+    def _add_to_means(self, loss: float) -> None:
+        self.count += 1
         half_square = 0.5 * (loss - self.previous) ** 2  # without a trend its mean is the variance
-        variances = self.variances + weights * (half_square - self.variances)
-        variances = torch.where(self.count > 2, variances, half_square.expand(2))
-        self.variances = torch.where(self.count > 1, variances, self.variances)
-        self.means = self.means + weights * (loss - self.means)
-        self.square_weights = (1 - weights) ** 2 * self.square_weights + weights**2
         self.previous = loss
+        present = max(1 / self.count, 1 / self.WINDOW)  # at first all losses count alike
+        slow = min(self.SLOW_SHARE / (self.count + self.SLOW_SHARE - 1), present)
+
+        for index, weight in enumerate((present, slow)):  # of the newest loss
+            self.means[index] += weight * (loss - self.means[index])
+            self.square_weights[index] *= (1 - weight) ** 2
+            self.square_weights[index] += weight**2
+            if self.count == 2:  # the first difference
+                self.variances[index] = half_square
+            elif self.count > 2:
+                self.variances[index] += weight * (half_square - self.variances[index])
+
+    def _set_pace(self) -> None:
+        begins = not self.shrinks and self.evidence >= self.ENOUGH
+        self.shrinks = self.evidence > 0 and (self.shrinks or begins)
+        if begins:
+            self.pace = max(self.BACK_OFF * self.pace, self.LEAST_PACE)
+        elif not self.shrinks:
+            self.pace = min(self.RECOVERY * self.pace, 1.0)
 
     @property
-    def standard_errors(self) -> torch.Tensor:
-        """Of the two means, `[2]`. The larger variance stands for both, so that a quiet stretch is no proof."""
-        return (self.variances.max() * self.square_weights).sqrt()
+    def standard_errors(self) -> list[float]:
+        """Of the two means. The larger variance stands for both, so that a quiet stretch is no proof."""
+        variance = max(self.variances)
+        return [math.sqrt(variance * square) for square in self.square_weights]
 
     @property
-    def limit(self) -> torch.Tensor:
-        """The largest f_L allowed at present; infinite before there is a best value. A scalar tensor."""
-        return self.best + self.max_rise * self.best.abs()  # a custom loss may be negative
+    def limit(self) -> float:
+        """The largest f_L allowed at present; infinite before there is a best value."""
+        return self.best + self.max_rise * abs(self.best)  # a custom loss may be negative
 
     @property
-    def growth(self) -> torch.Tensor:
-        """The share of its growth that a multiplier may take, from 0 to 1; a scalar tensor."""
-        return torch.where(self.shrinks, 0.0, self.pace * (1 - self.evidence / self.ENOUGH))
+    def growth(self) -> float:
+        """The share of its growth that a multiplier may take, from 0 to 1."""
+        if self.shrinks:
+            return 0.0
+        return self.pace * (1 - self.evidence / self.ENOUGH)
 
     @property
-    def rise(self) -> torch.Tensor:
-        """By what share the present f_L is above its best value; negative below it, and a scalar tensor."""
-        return (self.means[0] - self.best) / self.best.abs()
+    def rise(self) -> float | None:
+        """By what share the present f_L is above its best value, negative below it; `None` before there is one."""
+        if math.isinf(self.best) or self.best == 0:
+            return None
+        return (self.means[0] - self.best) / abs(self.best)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors by name."""
-        return {name: getattr(self, name).detach().cpu().clone() for name in self._TENSORS}
+        return {
+            name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in self._NAMES
+        }
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `state_dict` gave; ValueError when names or shapes are others, or a value is not a number."""
-        for name in self._TENSORS:
-            current = getattr(self, name)
-            if name not in state or state[name].shape != current.shape or state[name].isnan().any():
+        expected = self.state_dict()
+        for name, tensor in expected.items():
+            found = state.get(name)
+            if found is None or found.shape != tensor.shape or found.isnan().any():
                 raise ValueError(f"The state of the last layer's guard has no usable '{name}'.")
-            setattr(self, name, state[name].to(current, copy=True))
+        for name in self._NAMES:
+            setattr(self, name, state[name].tolist())
+        self.count = int(self.count)
+        self.shrinks = bool(self.shrinks)

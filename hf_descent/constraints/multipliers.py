@@ -21,15 +21,19 @@ moment of Adam, slow them down later.
 The guard on the last layer (`guard.py`) limits what a rule may do. A multiplier takes only the share `growth` of its
 growth, and with the flag `shrinks` it becomes smaller by the share `SHRINKAGE` at least. The moments of the rule go on
 meanwhile, so that it knows the present violations when it may act again.
+
+Multipliers live on the host. A step of them is two dozen operations on a few numbers, which a GPU would take longer to
+launch than to compute.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 
 
 class Multipliers:
-    """Multipliers lambda `[L]` (and slacks u `[L]`) with their optimizer state, in float32.
-
-    Every operation stays on the device: no step reads a value back to the host.
+    """Multipliers lambda `[L]` (and slacks u `[L]`) with their optimizer state, in float32 on the CPU.
 
     Args:
         num_layers (`int`): number L of multipliers: of layers, or the `num_rows` of a [`DescentProblem`] with targets.
@@ -39,7 +43,6 @@ class Multipliers:
         resilience_form (`str`): "weight_decay" or "slack".
         slack_learning_rate (`float`): step size eta_u > 0 of the slacks; c in its place where "sgd" would not settle.
         maximum (`float`, *optional*): cap on every multiplier.
-        device (`torch.device` or `str`): where the multipliers live.
     """
 
     BETAS = (0.9, 0.999)
@@ -75,7 +78,6 @@ class Multipliers:
         resilience_form: str = "weight_decay",
         slack_learning_rate: float = 0.02,
         maximum: float | None = None,
-        device: torch.device | str = "cpu",
     ):
         self.learning_rate = learning_rate
         self.optim = optim
@@ -87,56 +89,42 @@ class Multipliers:
         self.maximum = maximum
         for name in self._TENSORS:
             size = 1 if name.endswith("steps") else num_layers
-            setattr(self, name, torch.zeros(size, dtype=torch.float32, device=device))
+            setattr(self, name, torch.zeros(size, dtype=torch.float32))
 
-    @torch.no_grad()
     def step(
         self,
-        violations: torch.Tensor,
-        growth: torch.Tensor | None = None,
-        shrinks: torch.Tensor | None = None,
+        violations: torch.Tensor | np.ndarray,
+        growth: float = 1.0,
+        shrinks: bool = False,
     ) -> None:
         """One dual step on the violations `[L]`; a step with a non-finite violation changes nothing.
 
-        Of its growth a multiplier takes the share `growth`, a scalar from 0 to 1; with the scalar flag `shrinks` all
-        shrink, whatever the violations.
+        Of its growth a multiplier takes the share `growth`, from 0 to 1; with `shrinks` all shrink, whatever the
+        violations.
         """
-        violations = violations.to(self.values)
-        finite = (violations - violations).eq(0).all()  # of what is not finite it is no number
+        violations = _as_array(violations)
+        if not np.isfinite(violations).all():
+            return
 
-        steps = self.steps + 1
+        before = self.values.numpy()
         gradient = violations
         if self.resilience > 0:
-            gradient = violations - self.relaxation  # [layers]
-        ascent, mean, square = self._direction(gradient, self.mean, self.square, steps)
-        values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
-        if growth is not None:
-            change = values - self.values
-            values = self.values + torch.where(change > 0, growth * change, change)
-        if shrinks is not None:
-            most = torch.where(shrinks, (1 - self.SHRINKAGE) * self.values, torch.inf)
-            values = torch.minimum(values, most)
-        after = {"steps": steps, "mean": mean, "square": square}
+            gradient = violations - self.relaxation.numpy()  # [layers]
+        ascent = self._direction("", gradient)
+        values = (before + self.learning_rate * ascent).clip(min=0, max=self.maximum)
+
+        if growth < 1:
+            change = values - before
+            values = before + np.where(change > 0, growth * change, change)
+        if shrinks:
+            values = np.minimum(values, (1 - self.SHRINKAGE) * before)
 
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
-            excess = self.slacks / self.resilience - self.values
-            slack_steps = self.slack_steps + 1
-            descent, slack_mean, slack_square = self._direction(
-                excess, self.slack_mean, self.slack_square, slack_steps
-            )
-            slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
-            after.update(
-                slacks=slacks,
-                slack_steps=slack_steps,
-                slack_mean=slack_mean,
-                slack_square=slack_square,
-            )
-
-        after["values"] = values
-        for name, tensor in after.items():
-            if tensor is not getattr(self, name):
-                setattr(self, name, torch.where(finite, tensor, getattr(self, name)))
+            slacks = self.slacks.numpy()
+            descent = self._direction("slack_", slacks / self.resilience - before)
+            self.slacks = _as_tensor((slacks - self.slack_learning_rate * descent).clip(min=0))
+        self.values = _as_tensor(values)
 
     @property
     def relaxation(self) -> torch.Tensor:
@@ -150,7 +138,7 @@ class Multipliers:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[L]`, the step count `[1]`)."""
-        return {name: getattr(self, name).detach().cpu().clone() for name in self._TENSORS}
+        return {name: getattr(self, name).clone() for name in self._TENSORS}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `state_dict` gave; ValueError when names, shapes or values do not make a dual state."""
@@ -167,19 +155,42 @@ class Multipliers:
                 raise ValueError(f"The dual state '{name}' holds negative or non-finite values.")
             setattr(self, name, state[name].to(current, copy=True))
 
-    def _direction(
-        self, gradient, mean, square, steps
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The direction `[L]` of plain ascent, the controller or Adam, and the moments after it."""
-        if self.optim == "sgd":
-            return gradient, mean, square
+    def _direction(self, prefix: str, gradient: np.ndarray) -> np.ndarray:
+        """The direction `[L]` of plain ascent, the controller or Adam; their state, whose names begin with `prefix`,
+        takes the gradient in."""
+        steps = getattr(self, f"{prefix}steps").numpy() + np.float32(1)
+        mean = getattr(self, f"{prefix}mean").numpy()
+        square = getattr(self, f"{prefix}square").numpy()
         beta1, beta2 = self.BETAS
-        if self.optim == "pi":
-            bounded = (gradient / self.BOUND).clamp(-1, 1)
-            before = torch.where(steps > 1, mean, bounded)
-            mean = before.lerp(bounded, 1 - beta1)
-            return bounded + self.DAMPING * (mean - before), mean, square
-        mean = mean.lerp(gradient, 1 - beta1)
-        square = square.lerp(gradient.square(), 1 - beta2)
-        denominator = (square / (1 - beta2**steps)).sqrt() + self.EPSILON
-        return mean / (1 - beta1**steps) / denominator, mean, square
+
+        if self.optim == "sgd":
+            direction = gradient
+        elif self.optim == "pi":
+            bounded = (gradient / self.BOUND).clip(-1, 1)
+            before = mean if steps > 1 else bounded
+            mean = before + (1 - beta1) * (bounded - before)
+            direction = bounded + self.DAMPING * (mean - before)
+        else:
+            mean = mean + (1 - beta1) * (gradient - mean)
+            square = square + (1 - beta2) * (gradient**2 - square)
+            denominator = np.sqrt(square / (1 - beta2**steps)) + self.EPSILON
+            direction = mean / (1 - beta1**steps) / denominator
+
+        setattr(self, f"{prefix}steps", _as_tensor(steps))
+        setattr(self, f"{prefix}mean", _as_tensor(mean))
+        setattr(self, f"{prefix}square", _as_tensor(square))
+        return direction
+
+
+def _as_array(values: Any) -> np.ndarray:
+    """Values of any kind and place in float32 on the host."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().float().numpy()
+    return np.asarray(values, dtype=np.float32)
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    """A new tensor with the values of an array, in float32."""
+    tensor = torch.empty(array.shape, dtype=torch.float32)
+    tensor.numpy()[...] = array
+    return tensor

@@ -12,22 +12,22 @@
 All but the last two are linear in f, with weights known before the forward pass. The penalties are not: evaluated per
 micro-batch, their average over an accumulated batch differs from their value on the whole batch, so 1x8 and 8x1 agree
 only approximately. `c` is `penalty_coefficient`.
+
+Each is a small class, found by its name with [`objective_class`].
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 
+from .problem import DescentProblem
 
-OBJECTIVES = ("descent", "erm", "deep_supervision", "layerskip", "fixed", "hinge", "quadratic")
-UNCONSTRAINED = (
-    "erm",
-    "deep_supervision",
-    "layerskip",
-)  # which ask nothing of a layer in terms of the one below
-WITH_MULTIPLIERS = ("descent", "fixed")
+
+if TYPE_CHECKING:
+    from ..configs import DescentArguments
 
 
 @dataclass
@@ -39,15 +39,153 @@ class StepObjective:
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
     trained: Sequence[int]  # layers that it depends on at some step of the run
-    is_linear: bool = (
-        True  # whether the weights of the layer losses are known before the forward pass
+    # Whether the weights of the layer losses are known before the forward pass.
+    is_linear: bool = True
+
+
+class Objective:
+    """What a run minimises.
+
+    Args:
+        args (`DescentArguments`): the checked arguments.
+        num_layers (`int`): number of layers L.
+        max_steps (`int`): optimizer steps of the run.
+    """
+
+    name: ClassVar[str]
+    is_constrained: ClassVar[bool] = True  # whether it asks something of each layer
+    has_multipliers: ClassVar[bool] = False  # whether multipliers weigh the layer losses
+    moves_multipliers: ClassVar[bool] = False
+    is_linear: ClassVar[bool] = True
+    takes_coefficient: ClassVar[bool] = False  # whether `penalty_coefficient` says something
+
+    def __init__(self, args: "DescentArguments", num_layers: int, max_steps: int):
+        self.args = args
+        self.num_layers = num_layers
+        self.max_steps = max_steps
+
+    def trained_layers(self, problem: DescentProblem | None) -> set[int]:
+        """The layers (1-based) below the last whose losses it depends on at some step."""
+        return set() if problem is None else set(problem.layers)
+
+    def skips(self, layer: int, step: int) -> bool:
+        """Whether a trained layer has no weight at `step`."""
+        return False
+
+    def weights(
+        self, step: int, problem: DescentProblem | None, multipliers: np.ndarray, level: float
+    ) -> np.ndarray:
+        """The weights of the layer losses, `[L]`, of an objective that is linear in them."""
+        raise NotImplementedError
+
+
+class PlainTraining(Objective):
+    name = "erm"
+    is_constrained = False
+
+    def trained_layers(self, problem):
+        return set()
+
+    def weights(self, step, problem, multipliers, level):
+        weights = np.zeros(self.num_layers)
+        weights[-1] = 1.0
+        return weights
+
+
+class FixedMultipliers(Objective):
+    name = "fixed"
+    has_multipliers = True
+
+    def weights(self, step, problem, multipliers, level):
+        has_fixed_references = self.args.negative_weights == "detach"
+        weights = problem.weights(multipliers, level, has_fixed_references)
+        if self.args.negative_weights == "clip":
+            weights = weights.clip(min=0)
+        return weights
+
+
+class Descent(FixedMultipliers):
+    name = "descent"
+    moves_multipliers = True
+
+
+class DeepSupervision(Objective):
+    name = "deep_supervision"
+    is_constrained = False
+    takes_coefficient = True
+
+    def trained_layers(self, problem):
+        return set(self.args.constrained_layers or range(1, self.num_layers + 1))
+
+    def weights(self, step, problem, multipliers, level):
+        weights = np.zeros(self.num_layers)
+        for layer in self.trained_layers(problem):
+            weights[layer - 1] = self.args.penalty_coefficient
+        weights[-1] = 1.0
+        return weights
+
+
+class LayerSkip(Objective):
+    name = "layerskip"
+    is_constrained = False
+    takes_coefficient = True
+
+    def trained_layers(self, problem):
+        return set(range(2, self.num_layers + 1))  # the weight of the first layer is 0
+
+    def skips(self, layer, step):
+        rotation = self.args.layerskip_rotation
+        return not layerskip_enabled(layer, self.num_layers, step, self.max_steps, rotation)
+
+    def weights(self, step, problem, multipliers, level):
+        return layerskip_weights(
+            self.num_layers,
+            step,
+            self.max_steps,
+            self.args.layerskip_rotation,
+            self.args.penalty_coefficient,
+        )
+
+
+class Hinge(Objective):
+    name = "hinge"
+    is_linear = False
+    takes_coefficient = True
+
+    @staticmethod
+    def penalty(violations: torch.Tensor, coefficient: float) -> torch.Tensor:
+        """What is added to f_L for the violations `[rows]`; a scalar with their graph."""
+        return coefficient * violations.clamp(min=0).sum()
+
+
+class Quadratic(Hinge):
+    name = "quadratic"
+
+    @staticmethod
+    def penalty(violations: torch.Tensor, coefficient: float) -> torch.Tensor:
+        return coefficient * 0.5 * violations.clamp(min=0).square().sum()
+
+
+_CLASSES = {
+    each.name: each
+    for each in (
+        Descent,
+        PlainTraining,
+        DeepSupervision,
+        LayerSkip,
+        FixedMultipliers,
+        Hinge,
+        Quadratic,
     )
+}
+OBJECTIVES = tuple(_CLASSES)
+UNCONSTRAINED = tuple(name for name, kind in _CLASSES.items() if not kind.is_constrained)
+WITH_MULTIPLIERS = tuple(name for name, kind in _CLASSES.items() if kind.has_multipliers)
 
 
-def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """What the `hinge` or `quadratic` objective adds to f_L for the violations `[rows]`; a scalar with their graph."""
-    excess = violations.clamp(min=0)
-    return coefficient * (excess.sum() if objective == "hinge" else 0.5 * excess.square().sum())
+def objective_class(name: str) -> type[Objective]:
+    """The class of an objective, by the name that arguments and files give it."""
+    return _CLASSES[name]
 
 
 def layerskip_enabled(
@@ -57,30 +195,25 @@ def layerskip_enabled(
 
     Rotational, where `rotation` is R: every R-th exit, rotated by a layer with each step. Gradual, where it is `None`:
     from layer L down, one layer more every T / 2L steps. The last layer is always trained, as in the authors' code.
-    `layer` is one of 1..L or a tensor of them; the paper counts from 0, and so does the curriculum.
+    `layer` is one of 1..L or an array of them; the paper counts from 0, and so does the curriculum.
     """
-    index, last = layer - 1, layer == num_layers
+    index = layer - 1
+    last = layer == num_layers
     if rotation is not None:
         return last | ((index - step) % num_layers % rotation == 0)
     return last | (index >= num_layers - 1 - 2 * num_layers * step // max(max_steps, 1))
 
 
 def layerskip_weights(
-    num_layers: int,
-    step: int,
-    max_steps: int,
-    rotation: int | None,
-    scale: float,
-    device: torch.device | str = "cpu",
-) -> torch.Tensor:
+    num_layers: int, step: int, max_steps: int, rotation: int | None, scale: float
+) -> np.ndarray:
     """LayerSkip's weights `[L]` of the layer losses at a step, which add up to 1; see [`layerskip_enabled`].
 
     Of those enabled, they are in proportion to e(l): `scale` (0 + 1 + ... + l) for l = 0..L-2 as the paper counts, so
     that the first layer has none; and L - 1 + `scale` (0 + 1 + ... + (L - 2)) for the last.
     """
-    layers = torch.arange(1, num_layers + 1, device=device)  # [layers]
+    layers = np.arange(1, num_layers + 1)  # [layers]
     exits = scale * (layers - 1) * layers / 2
-    last = max(num_layers - 1, 1) + scale * (num_layers - 2) * (num_layers - 1) / 2
-    exits = torch.where(layers == num_layers, last, exits)
-    exits = exits * layerskip_enabled(layers, num_layers, step, max_steps, rotation)
+    exits[-1] = max(num_layers - 1, 1) + scale * (num_layers - 2) * (num_layers - 1) / 2
+    exits *= layerskip_enabled(layers, num_layers, step, max_steps, rotation)
     return exits / exits.sum()

@@ -1,11 +1,11 @@
-"""The constrained problem: minimise the last layer's loss, subject to rows that say what each layer must do.
+"""The constrained problem: minimise the last layer's loss, subject to constraints that say what each layer must do.
 
     minimise   E f_L
-    subject to E f_l <= c E f_ref      for every row: a layer l, a factor c and a reference
+    subject to E f_l <= c E f_ref      for every constraint: a layer l, a factor c and a reference
 
-| kind | row | says |
+| kind | constraint | says |
 |---|---|---|
-| descent | f_l <= (1 - alpha_l) f_prev(l) | each layer lowers the loss (the paper's rows) |
+| descent | f_l <= (1 - alpha_l) f_prev(l) | each layer lowers the loss (the paper's constraints) |
 | steps | f_l <= (f_L / f_0)^(s / n) f_prev(l) | the same, with the alpha that leads n layers from f_0 down to f_L |
 | line | f_l <= (f_L / f_0)^(s l / L) f_0, for l < L | each layer lies below an even descent from f_0 to f_L |
 | exit | f_k <= (1 + eps_k) f_L | a model that is cut after layer k loses at most eps_k |
@@ -14,32 +14,39 @@
 Conventions, stated once for the whole package:
 
 - layers are numbered l = 1..L; tensors over layers have shape `[L]` and hold layer l at index l-1;
-- tensors over rows have shape `[rows]`: one row per layer where there are descent, steps or line rows (a layer without
-  a constraint has violation 0 and multiplier 0), then the exits, then the bounds. For the paper's rows alone, row l is
-  that of layer l;
-- the violation of a row is g = f_l - c f_ref: `g <= 0` is satisfied;
+- multipliers and violations have shape `[rows]`. Where there are descent, steps or line constraints, the first L rows
+  are those of the layers (a layer without a constraint has violation 0 and multiplier 0); then come the exits, then
+  the bounds;
+- the violation of a constraint is g = f_l - c f_ref: `g <= 0` is satisfied;
 - f_0 (`initial_loss_bound`) is a fixed reference value, the loss of a constant prediction. It takes the place of the
-  loss before the first constrained layer, which keeps a model from meeting the rows by raising its early losses;
+  loss before the first constrained layer. Without it a model could meet the constraints by raising its early losses;
 - prev(l) is the constrained layer before l (l-1 when all layers are constrained); s is `descent_strength`;
-- the f_L of line and steps rows is a constant, the `level`: in training the running mean of f_L, for a verdict the f_L
-  of the same data. Unless 0 < level < f_0 these rows ask for nothing;
-- in gradients the reference of a line or an exit row is a constant. The Lagrangian's own gradient would raise f_L
-  instead of lowering f_k as soon as the multiplier of an exit is near 1.
+- the f_L of line and steps constraints is a constant, the `level`: in training the running mean of f_L, for a verdict
+  the f_L of the same data. Unless 0 < level < f_0 these constraints ask for nothing;
+- in gradients the reference of a line or an exit constraint is a constant. The Lagrangian's own gradient would raise
+  f_L instead of lowering f_k as soon as the multiplier of an exit is near 1.
 
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from itertools import count, pairwise
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 
+# The layer losses of a step are NumPy arrays where they move the multipliers, and tensors elsewhere.
+Values = TypeVar("Values", torch.Tensor, np.ndarray)
+
 # Settings beyond these would leave float32 when they are multiplied, divided or squared.
 SMALLEST, LARGEST = 1e-12, 1e12
-PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
-# The tolerance of a row as a share of the decrease that it asks for. Exits and bounds promise a number and have none.
+PATHS = ("line", "steps")  # the constraints that follow the loss of the last layer
+# The tolerance of a constraint as a share of the decrease that it asks for. Exits and bounds promise a number and have
+# none.
 TOLERANCE = 0.1
 # A layer is at chance from this share of the loss of a constant prediction on: a smaller gain is no sign of learning.
 # Log, profile and verdict all mean this.
@@ -55,31 +62,74 @@ class Row(NamedTuple):
 
     name: str  # in logs and files: "3", "exit_3" or "bound_3"
     kind: str  # "descent", "steps", "line", "exit" or "bound"
-    index: int  # its place in tensors over rows
+    index: int  # its place in multipliers and violations
     layer: int  # 1-based
     reference: int  # 0 for f_0, l for the loss of layer l, L + 1 for the number 1
     factor: float = 1.0
     power: float = 0.0
 
+    @property
+    def is_target(self) -> bool:
+        """Whether it promises a number, instead of a share of a decrease."""
+        return self.kind in ("exit", "bound")
+
+    @property
+    def has_fixed_reference(self) -> bool:
+        """Whether its reference is a constant in the gradient."""
+        return self.is_target or self.kind == "line"
+
+    @property
+    def least_share(self) -> float:
+        """The share of what it asks for to which a margin may lower it."""
+        if self.kind == "exit":
+            return 1 / self.factor
+        return 0.0 if self.kind == "bound" else 1.0
+
+
+@dataclass
+class _Constants:
+    """What the constraints are, as arrays or as tensors of a type and a device; each `[constraints]` unless noted."""
+
+    layer: Any  # the place of f_l in the layer losses
+    reference: Any  # the place of f_ref in (f_0, f_1, ..., f_L, 1)
+    factor: Any
+    power: Any
+    least_share: Any
+    is_target: Any
+    is_fixed: Any
+    follows: Any
+    row: Any  # [rows], the place of a row's constraint, or the number of constraints where it has none
+    ends: Any  # [2], f_0 and 1
+    nothing: Any  # [1], the violation of a row without a constraint
+
+    def like(self, values: torch.Tensor) -> "_Constants":
+        """The same as tensors of the type and the device of `values`."""
+        found = {}
+        for field in fields(self):
+            tensor = torch.from_numpy(getattr(self, field.name))
+            dtype = values.dtype if tensor.is_floating_point() else tensor.dtype
+            found[field.name] = tensor.to(values.device, dtype)
+        return _Constants(**found)
+
 
 class DescentProblem:
-    """Constraints on the layer losses of one network, as pure tensor maps.
+    """Constraints on the layer losses of one network, as pure maps of tensors or NumPy arrays.
 
     Args:
         alpha (`float`, sequence of `float`, `"line"`, `"steps"` or `None`):
-            Layerwise step size alpha_l in (0, 1) of descent rows, one value or one per layer; or the name of the rows
-            that follow f_L. `None`: none of these.
+            Layerwise step size alpha_l in (0, 1) of descent constraints, one value or one per layer; or the name of
+            the constraints that follow f_L. `None`: none of these.
         initial_loss_bound (`float`):
             The reference f_0 > 0, in units of the task loss.
         num_layers (`int`):
             Number of layers L.
         constrained_layers (sequence of `int`, *optional*):
-            The layers of descent, steps or line rows, 1-based and increasing; consecutive entries constrain each
-            other. `None`: all.
+            The layers of descent, steps or line constraints, 1-based and increasing; consecutive entries constrain
+            each other. `None`: all.
         chance_loss (`float`, *optional*):
             The estimated loss of the best constant prediction, where known; f_0 may lie above it.
         descent_strength (`float`):
-            The share s of the decrease from f_0 to f_L, in logarithms, that line and steps rows ask for.
+            The share s of the decrease from f_0 to f_L, in logarithms, that line and steps constraints ask for.
         exit_targets (mapping from `int` to `float`, *optional*):
             eps_k >= 0 by layer k < L.
         loss_targets (mapping from `int` to `float`, *optional*):
@@ -87,7 +137,7 @@ class DescentProblem:
 
     Attributes:
         rows (`list[Row]`): the constraints.
-        num_rows (`int`): length of a tensor over rows.
+        num_rows (`int`): length of multipliers and violations.
         layers (`list[int]`): the layers that have a constraint, 1-based and increasing.
 
     ValueError, naming the argument, its value and the remedy, where an argument is out of range; of the methods where
@@ -107,12 +157,14 @@ class DescentProblem:
     ):
         self.num_layers = num_layers
         self.follows = isinstance(alpha, str) and alpha in PATHS
-        self.alpha = (
-            alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")
-        )
+        self.alpha = alpha
+        if alpha is not None and not self.follows:
+            self.alpha = check_alpha(alpha, num_layers, "alpha")
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
-        self.chance_loss = None if chance_loss is None else check_initial_loss_bound(chance_loss)
+        self.chance_loss = chance_loss
+        if chance_loss is not None:
+            self.chance_loss = check_initial_loss_bound(chance_loss)
         self.descent_strength = descent_strength
         self.exit_targets = check_targets("exit_targets", exit_targets, num_layers)
         self.loss_targets = check_targets("loss_targets", loss_targets, num_layers)
@@ -123,56 +175,58 @@ class DescentProblem:
                 f"No layer has a constraint, of {num_layers}: `constrained_layers` is {constrained_layers}, a line "
                 "leaves the last one free, and there are no targets; give targets or other layers."
             )
-        self.num_rows = (
-            (0 if self.alpha is None else num_layers)
-            + len(self.exit_targets)
-            + len(self.loss_targets)
-        )
+        self.num_rows = self._num_layer_rows + len(self.exit_targets) + len(self.loss_targets)
         self.layers = sorted({row.layer for row in self.rows})
-        self._index = torch.tensor(
-            [row.index for row in self.rows]
-        )  # this and the following: [constraints]
-        self._layer = torch.tensor([row.layer for row in self.rows])
-        self._reference = torch.tensor([row.reference for row in self.rows])
-        self._is_target = torch.tensor([row.kind in ("exit", "bound") for row in self.rows])
-        self._is_fixed = torch.tensor([row.kind in ("exit", "bound", "line") for row in self.rows])
-        # The share of what a row asks for to which a margin may lower it.
-        least = [{"exit": 1 / row.factor, "bound": 0.0}.get(row.kind, 1.0) for row in self.rows]
-        self._least_share = torch.tensor(least)
-        self._factor = torch.tensor(
-            [row.factor for row in self.rows]
-        )  # in float32 alone, since MPS has no float64
-        self._power = torch.tensor([row.power for row in self.rows])
-        # What would otherwise be made anew in each step, by a kernel each.
-        self._losses_of = self._layer - 1  # where the losses of the constraints are
-        self._always_asks = self._power == 0
-        self._first_weights = torch.zeros(num_layers + 2)  # for f_0, the layers, and the number 1
-        self._first_weights[num_layers] = 1.0
-        self._all_fixed = all(row.kind in ("exit", "bound", "line") for row in self.rows)
+        self._index = [row.index for row in self.rows]
+        self._arrays = self._constants()
+        self._tensors: dict[tuple, _Constants] = {}  # by type and device
+
+    @property
+    def _num_layer_rows(self) -> int:
+        """The rows before those of the targets: one per layer, or none."""
+        return 0 if self.alpha is None else self.num_layers
 
     def _layer_rows(self) -> Iterator[Row]:
         if self.alpha is None:
             return
-        layers, reference = self.constrained_layers, 0
-        for layer in layers:
-            name, index, strength = f"{layer}", layer - 1, self.descent_strength
+        reference = 0
+        for layer in self.constrained_layers:
             if self.alpha == "line":
+                power = self.descent_strength * layer / self.num_layers
                 if layer < self.num_layers:  # the last layer lies on the line
-                    yield Row(
-                        name, "line", index, layer, 0, power=strength * layer / self.num_layers
-                    )
+                    yield Row(f"{layer}", "line", layer - 1, layer, 0, power=power)
             elif self.alpha == "steps":
-                yield Row(name, "steps", index, layer, reference, power=strength / len(layers))
+                power = self.descent_strength / len(self.constrained_layers)
+                yield Row(f"{layer}", "steps", layer - 1, layer, reference, power=power)
             else:
-                yield Row(name, "descent", index, layer, reference, 1.0 - self.alpha[layer - 1])
+                factor = 1.0 - self.alpha[layer - 1]
+                yield Row(f"{layer}", "descent", layer - 1, layer, reference, factor)
             reference = layer
 
     def _target_rows(self) -> Iterator[Row]:
-        index = count(0 if self.alpha is None else self.num_layers)
+        index = count(self._num_layer_rows)
         for layer, share in self.exit_targets.items():
             yield Row(f"exit_{layer}", "exit", next(index), layer, self.num_layers, 1.0 + share)
         for layer, loss in self.loss_targets.items():
             yield Row(f"bound_{layer}", "bound", next(index), layer, self.num_layers + 1, loss)
+
+    def _constants(self) -> _Constants:
+        rows = self.rows
+        place_of_row = np.full(self.num_rows, len(rows))
+        place_of_row[self._index] = np.arange(len(rows))
+        return _Constants(
+            layer=np.array([row.layer - 1 for row in rows]),
+            reference=np.array([row.reference for row in rows]),
+            factor=np.array([row.factor for row in rows]),
+            power=np.array([row.power for row in rows]),
+            least_share=np.array([row.least_share for row in rows]),
+            is_target=np.array([row.is_target for row in rows]),
+            is_fixed=np.array([row.has_fixed_reference for row in rows]),
+            follows=np.array([row.power != 0 for row in rows]),
+            row=place_of_row,
+            ends=np.array([self.initial_loss_bound, 1.0]),
+            nothing=np.zeros(1),
+        )
 
     @classmethod
     def saved_in(cls, summary: Mapping[str, Any]) -> "DescentProblem | None":
@@ -181,75 +235,75 @@ class DescentProblem:
             return None
         return cls(**{name: summary[name] for name in ARGUMENTS if name in summary})
 
-    def to(self, device: torch.device | str) -> "DescentProblem":
-        """Move the constants to `device` and return self."""
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                setattr(self, name, value.to(device))
-        return self
-
     def violations(
         self,
-        layer_losses: torch.Tensor,
-        level: torch.Tensor | None = None,
+        layer_losses: Values,
+        level: float | torch.Tensor | None = None,
         margin: float = 0.0,
         detach: bool = False,
-    ) -> torch.Tensor:
+    ) -> Values:
         """g = f_l - c f_ref of the losses f `[L]`; `[rows]`.
 
         Args:
-            layer_losses (`torch.Tensor` of shape `[L]`): f.
-            level (scalar `torch.Tensor`, *optional*): the f_L that line and steps rows lead to; by default that of f.
+            layer_losses (tensor or array of shape `[L]`): f.
+            level (`float`, *optional*): the f_L that line and steps constraints lead to; by default that of f.
             margin (`float`): exits and bounds ask for a loss that is lower by this share; exits for none below f_L,
                 which no layer needs to reach: their multipliers would grow for ever.
-            detach (`bool`): whether the references of descent and steps rows are constants in the gradient as well.
+            detach (`bool`): whether the references of descent and steps constraints are constants in the gradient as
+                well.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
-        level = losses[-1] if level is None else level
-        is_between = self._is_between(level) if self.follows else None
-        asked, _ = self._asked(losses, level, is_between, detach)
+        level = _number(losses[-1] if level is None else level)
+        constants = self._like(losses)
+        asked, _ = self._asked(losses, level, detach)
         if margin > 0:
-            asked = self._least_share.clamp(min=1 - margin) * asked
-        violations = losses[self._losses_of] - asked  # [constraints]
-        if self.follows:
-            asks = self._always_asks | is_between
-            violations = torch.where(asks, violations, violations.clamp(max=0))
+            asked = constants.least_share.clip(min=1 - margin) * asked
+
+        violations = losses[constants.layer] - asked  # [constraints]
+        if self.follows and not self._is_between(level):
+            at_most_0 = violations.clip(max=0)
+            violations = _library(losses).where(constants.follows, at_most_0, violations)
         return self._over_rows(violations)
 
-    def bounds(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss c f_ref that each row asks of its layer, and its tolerance: a tenth of the decrease that it asks
-        for, 0 for exits and bounds. Each `[rows]`; 0 without a constraint."""
+    def bounds(self, layer_losses: Values) -> tuple[Values, Values]:
+        """The loss c f_ref that each constraint asks of its layer, and its tolerance: a tenth of the decrease that it
+        asks for, 0 for exits and bounds. Each `[rows]`; 0 without a constraint."""
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
-        is_between = self._is_between(losses[-1])
-        asked, reference = self._asked(losses, losses[-1], is_between, detach=True)
-        tolerances = torch.where(self._is_target, 0.0, TOLERANCE * (reference - asked))
-        return self._over_rows(asked), self._over_rows(
-            torch.where(self._always_asks | is_between, tolerances, 0.0)
-        )
+        constants = self._like(losses)
+        level = _number(losses[-1])
+        asked, reference = self._asked(losses, level, detach=True)
+
+        has_none = constants.is_target
+        if not self._is_between(level):
+            has_none = has_none | constants.follows
+        decrease = reference - asked
+        tolerances = _library(losses).where(has_none, 0.0, TOLERANCE * decrease)
+        return self._over_rows(asked), self._over_rows(tolerances)
 
     def weights(
-        self, multipliers: torch.Tensor, level: torch.Tensor | None = None, detach: bool = False
-    ) -> torch.Tensor:
+        self, multipliers: Values, level: float | torch.Tensor | None = None, detach: bool = False
+    ) -> Values:
         """Weights w `[L]` of the layer losses in the gradient of the Lagrangian, from the multipliers `[rows]`.
 
-        w_l is the sum of the multipliers of the rows on l, and 1 more for the last layer, less factor times multiplier
-        of the descent and steps rows that refer to l (unless `detach`); it can be negative. `level`: see `violations`.
+        w_l is the sum of the multipliers of the constraints on l, and 1 more for the last layer, less factor times
+        multiplier of the descent and steps constraints that refer to l (unless `detach`); it can be negative.
+        `level`: see `violations`.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
-        active = multipliers[self._index]
-        weights = self._first_weights.to(active.dtype).index_add(0, self._layer, active)
-        if not detach and not self._all_fixed:
-            factors = self._factors_at(multipliers.dtype, level)
-            weights.index_add_(
-                0, self._reference, torch.where(self._is_fixed, 0.0, -factors * active)
-            )
-        return weights[1:-1]
+        ratio = self._ratio(None if level is None else _number(level))
+        slopes = self._slopes(ratio, detach)
+        objective = np.zeros(self.num_layers)
+        objective[-1] = 1.0
+        if isinstance(multipliers, torch.Tensor):
+            slopes = torch.from_numpy(slopes).to(multipliers)
+            objective = torch.from_numpy(objective).to(multipliers)
+        return objective + multipliers @ slopes
 
     def lagrangian(
         self,
         layer_losses: torch.Tensor,
         multipliers: torch.Tensor,
-        level: torch.Tensor | None = None,
+        level: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """f_L + the sum of multipliers times violations (paper, equation 5); a scalar."""
         violations = self.violations(layer_losses, level)
@@ -257,23 +311,29 @@ class DescentProblem:
         return layer_losses[-1] + multipliers.to(violations.dtype) @ violations
 
     def max_violation(self, layer_losses: torch.Tensor) -> torch.Tensor:
-        """The largest violation of a row, in units of the loss; a scalar tensor."""
+        """The largest violation of a constraint, in units of the loss; a scalar tensor."""
         return self.violations(layer_losses)[self._index].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether rows are met, by their tolerances or `tol`, with their layers and f_L not at chance; estimated."""
+        """Whether the constraints are met, by their tolerances or `tol`, with their layers and f_L not at chance;
+        estimated."""
         beyond, learned = self.excess(layer_losses)
-        beyond = beyond if tol is None else self.violations(layer_losses)[self._index] - tol
+        if tol is not None:
+            beyond = self.violations(layer_losses)[self._index] - tol
         return bool((beyond <= 0).all() & (learned < 0).all())
 
     def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Violations less tolerances `[constraints]`, and the losses of the same layers, then f_L, less the loss from
-        which on a layer is at chance `[constraints + 1]`. A model meets the rows where the former are at most 0 and
-        the latter below 0: without them, a row that asks for hardly anything would be met by layers that have learned
-        nothing."""
+        """How far the losses are beyond what the constraints allow, and beyond chance.
+
+        The first, `[constraints]`, has violations less tolerances. The second, `[constraints + 1]`, has the losses of
+        the same layers, then f_L, less the loss from which on a layer is at chance. A model meets the constraints
+        where the former are at most 0 and the latter below 0. Without the latter, a constraint that asks for hardly
+        anything would be met by layers that have learned nothing.
+        """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
-        beyond = (self.violations(losses) - self.bounds(losses)[1])[self._index]
-        judged = torch.cat([losses[self._layer - 1], losses[-1:]])  # [constraints + 1]
+        _, tolerances = self.bounds(losses)
+        beyond = (self.violations(losses) - tolerances)[self._index]
+        judged = torch.cat([losses[self._like(losses).layer], losses[-1:]])  # [constraints + 1]
         return beyond, judged - AT_CHANCE * self.chance
 
     def descent_share(self, layer_losses: torch.Tensor) -> float | None:
@@ -283,15 +343,15 @@ class DescentProblem:
         1 is an even geometric descent, 0 a layer at chance. A worse last layer raises it: never quote it without f_L.
         `None` where it says nothing: chance is not known, f_L is not below it, or a loss is not positive.
         """
-        layers = torch.tensor(
-            [layer for layer in self.constrained_layers if layer < self.num_layers]
-        )
-        losses, chance = (
-            self._checked("layer_losses", layer_losses, self.num_layers).cpu().double(),
-            self.chance_loss,
-        )
-        if not len(layers) or chance is None or not (losses > 0).all() or not losses[-1] < chance:
+        losses = self._checked("layer_losses", layer_losses, self.num_layers).cpu().double()
+        below_last = [layer for layer in self.constrained_layers if layer < self.num_layers]
+        chance = self.chance_loss
+        if not below_last or chance is None:
             return None
+        if not (losses > 0).all() or not losses[-1] < chance:
+            return None
+
+        layers = torch.tensor(below_last)
         heights = (chance / losses).log()
         return (self.num_layers / layers * heights[layers - 1] / heights[-1]).min().item()
 
@@ -299,60 +359,84 @@ class DescentProblem:
     def chance(self) -> float:
         """The loss of a constant prediction as far as it is known: f_0, or `chance_loss` where that is less. Less what
         float32 may round off the loss of such a prediction."""
-        chance = self.initial_loss_bound if self.chance_loss is None else self.chance_loss
-        return (1 - 1e-6) * min(self.initial_loss_bound, chance)
+        chance = self.initial_loss_bound
+        if self.chance_loss is not None:
+            chance = min(chance, self.chance_loss)
+        return (1 - 1e-6) * chance
 
     def state_dict(self) -> dict:
         """The problem in plain Python values; the keyword arguments of the constructor."""
         return {name: getattr(self, name) for name in ARGUMENTS}
 
-    def _asked(
-        self,
-        losses: torch.Tensor,
-        level: torch.Tensor,
-        is_between: torch.Tensor | None,
-        detach: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _asked(self, losses: Values, level: float, detach: bool) -> tuple[Values, Values]:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""
-        first, last = losses.new_full((1,), self.initial_loss_bound), losses.new_ones(1)
-        references = torch.cat([first, losses, last])  # [1 + layers + 1]
-        reference = references[self._reference]
-        if losses.requires_grad:
-            reference = torch.where(self._is_fixed | detach, reference.detach(), reference)
-        return self._factors_at(losses.dtype, level, is_between) * reference, reference
+        constants = self._like(losses)
+        ends = constants.ends
+        references = _library(losses).concatenate([ends[:1], losses, ends[1:]])  # [1 + layers + 1]
+        reference = references[constants.reference]
+        if isinstance(losses, torch.Tensor) and losses.requires_grad:
+            is_fixed = constants.is_fixed | detach
+            reference = torch.where(is_fixed, reference.detach(), reference)
+        factors = constants.factor * self._ratio(level) ** constants.power
+        return factors * reference, reference
 
-    def _is_between(self, level: torch.Tensor) -> torch.Tensor:
+    def _slopes(self, ratio: float, detach: bool) -> np.ndarray:
+        """The derivative of each violation in the layer losses, `[rows, L]`, at a ratio level / f_0."""
+        constants = self._arrays
+        slopes = np.zeros((self.num_rows, self.num_layers))
+        slopes[self._index, constants.layer] = 1.0
+        if detach or constants.is_fixed.all():
+            return slopes
+
+        refers = ~constants.is_fixed & (constants.reference > 0)  # to the loss of a layer
+        rows = np.flatnonzero(refers)
+        factors = constants.factor * ratio**constants.power
+        places = np.array(self._index)[rows], constants.reference[rows] - 1
+        slopes[places] = -factors[rows]
+        return slopes
+
+    def _is_between(self, level: float) -> bool:
         """Whether constraints that follow f_L ask for anything at this level."""
-        return (level > 0) & (level < self.initial_loss_bound)
+        return 0 < level < self.initial_loss_bound
 
-    def _factors_at(
-        self,
-        dtype: torch.dtype,
-        level: torch.Tensor | None,
-        is_between: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The factors `[constraints]` at a level."""
-        factors = self._factor
-        if dtype != factors.dtype:
-            factors = torch.tensor(
-                [row.factor for row in self.rows], dtype=dtype, device=factors.device
-            )
-        if not self.follows or level is None:
-            return factors
-        if is_between is None:
-            is_between = self._is_between(level)
-        ratio = torch.where(is_between, level.detach() / self.initial_loss_bound, 1.0)
-        # A scalar does not widen the power's type: in float32 a verdict would lose digits.
-        return factors * ratio ** self._power.to(dtype)
+    def _ratio(self, level: float | None) -> float:
+        """level / f_0, where constraints that follow f_L ask for anything."""
+        if level is None or not self._is_between(level):
+            return 1.0
+        return level / self.initial_loss_bound
 
-    def _over_rows(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.num_rows).index_copy(0, self._index, values)
+    def _over_rows(self, values: Values) -> Values:
+        """Values `[constraints]` in their rows, 0 in the others; `[rows]`."""
+        constants = self._like(values)
+        return _library(values).concatenate([values, constants.nothing])[constants.row]
 
-    def _checked(self, name: str, values: torch.Tensor, size: int) -> torch.Tensor:
+    def _like(self, values: Values) -> _Constants:
+        """The constants in the library, the type and the place of `values`."""
+        if isinstance(values, np.ndarray):
+            return self._arrays
+        place = (values.dtype, values.device)
+        if place not in self._tensors:
+            with torch.inference_mode(False):  # or no gradient could pass them later
+                self._tensors[place] = self._arrays.like(values)
+        return self._tensors[place]
+
+    def _checked(self, name: str, values: Values, size: int) -> Values:
         if values.shape != (size,):
             raise ValueError(f"`{name}` has shape {list(values.shape)}; give [{size}].")
+        if isinstance(values, np.ndarray):
+            return values
         # In whole numbers a factor would be 0 or 1, in half precision a small alpha lost.
         return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _library(values: Values) -> ModuleType:
+    """The module whose functions take such values."""
+    return np if isinstance(values, np.ndarray) else torch
+
+
+def _number(value: Any) -> float:
+    """A number, or a scalar tensor or array, as a number."""
+    return value.item() if hasattr(value, "item") else value
 
 
 def largest_rise(layer_losses: torch.Tensor) -> float | None:

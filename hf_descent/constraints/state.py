@@ -1,24 +1,25 @@
-"""The dual side of one training run: warm-up, problem, multipliers, running averages, and what they say of the run."""
+"""The dual side of one training run: warm-up, problem, multipliers and running averages, and how they are saved."""
 
 import json
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..files import atomic_write, find_json
-from . import objectives
+from ..files import atomic_write
+from . import building
 from .guard import LastLayerGuard
 from .multipliers import Multipliers
-from .problem import AT_CHANCE, LARGEST, DescentProblem
-from .window import LossWindow, is_below
+from .objectives import StepObjective, objective_class
+from .problem import AT_CHANCE, DescentProblem
+from .reports import DualReports
+from .transfer import HostCopy, on_device
 
 
 if TYPE_CHECKING:
@@ -27,32 +28,24 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-# The first process speaks for all. Accelerate's logger does that, too, but fails in a loop without an `Accelerator`.
-logger.addFilter(
-    lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank())
-)
 
 STATE_NAME = "descent_state.safetensors"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
-DUAL_EVERY = (
-    8  # steps from one reading of held-out rows to the next, which costs a third of one: some 4 %
-)
+# Steps from one reading of held-out rows to the next, which costs a third of one: some 4 %.
+DUAL_EVERY = 8
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
-    "dual_warmup_steps", "fixed_multipliers", "dual_holdout", "layerskip_rotation", "dual_optim",
+    "fixed_multipliers", "dual_holdout", "layerskip_rotation",
 )  # fmt: skip
-# How often rows are checked, in the constrained part of a run, for whether they come closer to being met; and the
-# least number of steps between two checks.
-PROGRESS_CHECKS = 10
-LEAST_CHECKED = 50
-CLOSING_SHARE = 0.1  # of a run's steps: its last ones, which the closing report is about
 
 
-class DescentState:
+class DualState:
     """Everything that descent training carries from step to step beside the model and its optimizer.
 
-    Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
+    It is on the host: what a step does with a few numbers would take a GPU longer to launch than to compute. The layer
+    losses of a step arrive on the device, and are taken in when the dual side is next asked for something; see
+    `transfer.py`. Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
 
     Args:
         args (`DescentArguments`): the checked arguments.
@@ -76,487 +69,281 @@ class DescentState:
         held_out: "HeldOutRows | None" = None,
         constant: Any = None,
     ):
-        self.args, self.num_layers, self.max_steps = args, num_layers, max_steps
-        self.device, self.held_out, self.constant = device, held_out, constant
-        warmup = args.dual_warmup_steps
-        self.active_from = start_step + (
-            math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
-        )
-        if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:
-            logger.warning(
-                f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
-                "never act. Lower `dual_warmup_steps` or train longer."
-            )
+        self.args = args
+        self.num_layers = num_layers
+        self.max_steps = max_steps
+        self.device = torch.device(device)
+        self.held_out = held_out
+        self.constant = constant
+        self.objective = objective_class(args.objective)(args, num_layers, max_steps)
+        self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance
         self.problem: DescentProblem | None = None
-        bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
-        first, *_ = args.constrained_layers or [1]  # the line does not constrain the last layer
-        has_rows = (
-            args.layer_rows != "line"
-            or args.exit_targets
-            or args.loss_targets
-            or first < num_layers
-        )
-        multipliers = args.fixed_multipliers
-        if args.objective == "fixed" and isinstance(multipliers, str):
-            run = find_json(multipliers, "descent_config.json")
-            problem, multipliers = DescentProblem.saved_in(run), run.get("multipliers")
-            if problem is None or multipliers is None:
-                given = f"`fixed_multipliers` is {args.fixed_multipliers!r}, which holds no run with multipliers"
-                raise ValueError(f"{given}: give the folder of a constrained run, or a list.")
+        problem = building.problem_of(args, num_layers, chance, trains=max_steps > 0)
+        if problem is not None:
             self._take_problem(problem)
-        elif bound is not None and (
-            has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)
-        ):
-            names = ("constrained_layers", "descent_strength", "exit_targets", "loss_targets")
-            given = {name: getattr(args, name) for name in names}
-            self._take_problem(
-                DescentProblem(args.layer_rows, bound, num_layers, chance_loss=chance, **given)
-            )
-        elif args.objective not in objectives.UNCONSTRAINED and max_steps > 0:
-            raise ValueError(
-                "The loss of a constant prediction is not known: set `initial_loss_bound` to a number."
-            )
-        self.multipliers = Multipliers(
-            num_layers if self.problem is None else self.problem.num_rows,
-            args.dual_learning_rate,
-            optim=args.dual_optim,
-            resilience=args.resilience,
-            resilience_form=args.resilience_form,
-            slack_learning_rate=args.slack_learning_rate,
-            maximum=args.multiplier_max,
-            device=device,
-        )
-        if self.problem is not None and args.objective == "fixed":
-            rows = self.problem.num_rows
-            if len(multipliers) != rows:
-                raise ValueError(
-                    f"`fixed_multipliers` has {len(multipliers)} values; give one per row, {rows}."
-                )
-            if not all(
-                isinstance(value, int | float) and 0 <= value <= LARGEST for value in multipliers
-            ):
-                raise ValueError(
-                    f"`fixed_multipliers` is {multipliers}; multipliers are finite and not negative."
-                )
-            self._set_multipliers(multipliers)
-        self.guard: LastLayerGuard | None = None  # for the multipliers that move
-        if args.objective == "descent" and args.max_last_layer_rise is not None:
-            self.guard = LastLayerGuard(args.max_last_layer_rise, device)
-        # Running averages of the layer losses, the weight that makes up for their start at zero, and that of f_L^2.
-        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
-        self._running = zeros(num_layers + 2)  # the averages, the weight, the square
-        self._level: torch.Tensor | None = None  # of these averages, where it is known already
-        self._one = torch.ones(1, dtype=torch.float32, device=device)
-        self.warmup_losses = zeros(
-            num_layers
-        )  # the averages at the end of warm-up; zeros where nothing was learned
-        self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
-        self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
-        self._reported: set[str] = set()
-        closing = math.ceil(CLOSING_SHARE * max_steps / (DUAL_EVERY if held_out else 1))
-        self._closing = LossWindow(closing, num_layers, device)
-        self._since_check = zeros(
-            num_layers + 1
-        )  # sums of losses since the last check, and their count
-        self._last_check: tuple[torch.Tensor, torch.Tensor] | None = None  # violations, multipliers
+
+        num_rows = num_layers if problem is None else problem.num_rows
+        self._multipliers = building.multipliers_of(args, num_rows)
+        if problem is not None and args.objective == "fixed":
+            self._set_multipliers(building.fixed_multipliers(args, num_rows))
+        self._guard: LastLayerGuard | None = None  # for the multipliers that move
+        if self.objective.moves_multipliers and args.max_last_layer_rise is not None:
+            self._guard = LastLayerGuard(args.max_last_layer_rise)
+
+        # Running averages [layers + 2]: of the layer losses, the weight that makes up for their start at zero, and
+        # that of f_L^2.
+        self._running = np.zeros(num_layers + 2, dtype=np.float32)
+        # The averages at the end of warm-up; zeros where nothing was learned.
+        self._warmup_losses = np.zeros(num_layers, dtype=np.float32)
+        self._reports = DualReports(self, DUAL_EVERY if held_out else 1)
+        # A step whose losses may be on their way to the host: its number, sums, and the losses of held-out rows.
+        self._pending: tuple[int, HostCopy, HostCopy | None] | None = None
 
     # ---- primal side ----
 
     def inactive(self, step: int) -> bool:
-        """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
-        objective = self.args.objective
-        return objective == "erm" or (
-            objective not in objectives.UNCONSTRAINED and step < self.active_from
-        )
+        """Whether the objective of this step is f_L alone: in warm-up, and always in plain training."""
+        if self.objective.is_constrained:
+            return step < self.active_from
+        return self.args.objective == "erm"
 
     @property
     def trained_layers(self) -> list[int]:
         """The layers (1-based) whose losses the objective depends on at some step."""
-        every, constrained = range(1, self.num_layers + 1), self.problem and self.problem.layers
-        layers = {
-            "erm": (),
-            "deep_supervision": self.args.constrained_layers or every,
-            "layerskip": every[1:],
-        }
-        return sorted({*layers.get(self.args.objective, constrained), self.num_layers})
+        return sorted({*self.objective.trained_layers(self.problem), self.num_layers})
 
-    def objective_at(self, step: int) -> objectives.StepObjective:
+    def objective_at(self, step: int) -> StepObjective:
         """What this step minimises."""
-        is_linear = self.inactive(step) or self.args.objective not in ("hinge", "quadratic")
-        value = partial(self._objective, step=step)
-        weighted = [self.num_layers] if self.inactive(step) else self.trained_layers
-        if self.args.objective == "layerskip":
-            weighted = [
-                each
-                for each in weighted
-                if objectives.layerskip_enabled(each, *self._curriculum(step))
-            ]
-        return objectives.StepObjective(value, weighted, self.trained_layers, is_linear)
+        trained = self.trained_layers
+        if self.inactive(step):
+            return StepObjective(_last_loss, [self.num_layers], trained)
+        if not self.objective.is_linear:
+            return StepObjective(self._penalised, trained, trained, is_linear=False)
+        weighted = [layer for layer in trained if not self.objective.skips(layer, step)]
+        return StepObjective(partial(self._weighted_sum, step=step), weighted, trained)
 
-    def _objective(
+    def _weighted_sum(
         self, layer_losses: torch.Tensor, share: torch.Tensor, step: int
     ) -> torch.Tensor:
-        if self.inactive(step):
-            return layer_losses[-1]
-        if self.args.objective in ("hinge", "quadratic"):
-            # Divided by its share, a part is the micro-batch's own mean.
-            own = layer_losses / torch.where(share > 0, share, 1.0)
-            violations = self._violations(own, detach=self.args.negative_weights == "detach")
-            penalty = objectives.penalty(
-                self.args.objective, violations, self.args.penalty_coefficient
-            )
-            return share * (own[-1] + penalty)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. Mixed
         # precision around a custom loop's call would round a product by `@`.
-        weights = self.weights(step)
+        weights = self.layer_weights(step)
         if len(self._trained) < self.num_layers:
             weights = weights[self._trained]
-            layer_losses = layer_losses[self._trained]
-        return (weights * layer_losses).sum()
+            layer_losses = layer_losses[self._trained_on_device]
+        return (on_device(weights, layer_losses.device) * layer_losses).sum()
 
-    def _curriculum(self, step: int) -> tuple[int, int, int, int | None]:
-        """The arguments of LayerSkip's curriculum at `step`."""
-        return self.num_layers, step, self.max_steps, self.args.layerskip_rotation
+    def _penalised(self, layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        # Divided by its share, a part is the micro-batch's own mean.
+        losses = layer_losses / torch.where(share > 0, share, 1.0)
+        detach = self.args.negative_weights == "detach"
+        violations = self.acting_violations(losses, detach)
+        penalty = self.objective.penalty(violations, self.args.penalty_coefficient)
+        return share * (losses[-1] + penalty)
 
     def weights(self, step: int) -> torch.Tensor:
-        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
-        args = self.args
-        if args.objective in ("descent", "fixed"):
-            detach = args.negative_weights == "detach"
-            weights = self.problem.weights(self.multipliers.values, self.level, detach)
-            weights = weights.clamp(min=0) if args.negative_weights == "clip" else weights
-        elif args.objective == "layerskip":
-            weights = objectives.layerskip_weights(
-                *self._curriculum(step), args.penalty_coefficient, self.device
-            )
-        else:
-            weights = torch.zeros_like(self.averages).index_fill_(
-                0, self._trained, args.penalty_coefficient
-            )
-            weights[-1:].fill_(1.0)  # an assignment would copy from the host
-        return weights / weights.abs().sum() if args.normalize_weights else weights
+        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up, on the device."""
+        return on_device(self.layer_weights(step), self.device)
+
+    def layer_weights(self, step: int) -> np.ndarray:
+        """The same on the host."""
+        level = 0.0 if self.problem is None else self.level
+        multipliers = self.multipliers.values.numpy()
+        weights = self.objective.weights(step, self.problem, multipliers, level)
+        if self.args.normalize_weights:
+            weights = weights / np.abs(weights).sum()
+        return weights
 
     @cached_property
-    def _trained(self) -> torch.Tensor:
-        """Indices of the trained layers; kept, since new ones would be copied from the host at every step."""
-        return torch.tensor(self.trained_layers, device=self.device) - 1
+    def _trained(self) -> np.ndarray:
+        """Indices of the trained layers."""
+        return np.array(self.trained_layers) - 1
+
+    @cached_property
+    def _trained_on_device(self) -> torch.Tensor:
+        """The same; kept, since they would be copied from the host at every step."""
+        return torch.tensor(self._trained.tolist(), device=self.device)
 
     # ---- dual side ----
 
-    def dual_step(
-        self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None, layers=None
-    ) -> None:
-        """What follows an optimizer step: its layer losses `[L]` are logged, and the dual step is taken on them or,
-        every `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads. Losses that are not finite, or are
-        of no `items` (0), do not count."""
-        finite = are_finite(layer_losses)  # [layers]
-        self._nonfinite += ~finite
-        usable = finite.all() if items is None else finite.all() & (items > 0)
-        self._logged += torch.where(usable, torch.cat([layer_losses, self._one]), 0.0)
+    def dual_step(self, layer_losses: torch.Tensor, step: int, layers: Any = None) -> None:
+        """As [`take_step`], on the layer losses `[L]` of a step."""
+        self.take_step(torch.cat([layer_losses, layer_losses.new_ones(1)]), step, layers)
+
+    def take_step(self, sums: torch.Tensor, step: int, layers: Any = None) -> None:
+        """What follows an optimizer step: its layer losses are logged, and the dual step is taken on them or, every
+        `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads.
+
+        `sums` `[L + 1]` are sums of the layer losses, and what to divide them by. Losses that are not finite, or are
+        divided by 0, do not count.
+        """
+        self._take_pending()
+        held_out = None
+        if self.held_out is not None and step % DUAL_EVERY == 0:
+            held_out = HostCopy(self.held_out.layer_losses(layers, step // DUAL_EVERY))
+        self._pending = step, HostCopy(sums), held_out
+        if sums.device.type == "cpu":
+            self._take_pending()
+
+    def _take_pending(self) -> None:
+        """Take in the last step, if that has not been done."""
+        if self._pending is None:
+            return
+        step, sums, held_out = self._pending
+        self._pending = None
+
+        totals = sums.read()
+        layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
+        if totals[-1] > 0:
+            layer_losses = totals[:-1] / totals[-1]
+            self._reports.add_step(layer_losses)
         if self.held_out is None:
-            self._ascend(torch.where(usable, layer_losses, torch.nan), step)
-        elif step % DUAL_EVERY == 0:
-            self._ascend(self.held_out.layer_losses(layers, step // DUAL_EVERY), step, DUAL_EVERY)
-        if step + 1 == self.active_from:
-            self.warmup_losses = torch.where(self.has_learned, self.mean_losses, 0.0)
-        self._report_progress(step + 1)
+            self._ascend(layer_losses, step)
+        elif held_out is not None:
+            self._ascend(held_out.read(), step, DUAL_EVERY)
 
-    def _ascend(self, layer_losses: torch.Tensor, step: int, repeats: int = 1) -> None:
+        if step + 1 == self.active_from and self._has_learned():
+            self._warmup_losses = self._running[: self.num_layers] / self._running[self.num_layers]
+        self._reports.check_progress(step + 1)
+
+    def _ascend(self, layer_losses: np.ndarray, step: int, repeats: int = 1) -> None:
         """A step of averages and multipliers on losses `[L]`, or `repeats` of them; none where one is not finite."""
-        usable = are_finite(layer_losses).all()
-        row = torch.cat([layer_losses, self._one, layer_losses[-1:] ** 2])  # [layers + 2]
-        row = row.to(self._running)
-        running = self._running.lerp(row, 1 - AVERAGE_DECAY**repeats)
-        self._running = torch.where(usable, running, self._running)
-        self._level = None
         if not self.inactive(step):
-            self._closing.add(layer_losses)
-            self._since_check += torch.where(usable, row[:-1], 0.0)
-        growth = shrinks = None
-        if self.guard is not None:
-            self.guard.observe(layer_losses[-1])
-            growth = self.guard.growth
-            shrinks = self.guard.shrinks
-        if self.args.objective == "descent" and not self.inactive(step):
-            violations = self._violations(layer_losses)
-            if self.args.normalize_violations:
-                violations = violations / self.problem.initial_loss_bound
-            for _ in range(repeats):
-                self.multipliers.step(
-                    torch.where(usable, violations, torch.nan), growth=growth, shrinks=shrinks
-                )
+            self._reports.add_reading(layer_losses)
+        if not np.isfinite(layer_losses).all():
+            return
+
+        last = layer_losses[-1]
+        row = np.array([*layer_losses, 1.0, last**2], dtype=np.float32)  # [layers + 2]
+        self._running += (1 - AVERAGE_DECAY**repeats) * (row - self._running)
+        if self._guard is not None:
+            self._guard.observe(last.item())
+        if not self.objective.moves_multipliers or self.inactive(step):
+            return
+
+        violations = self.acting_violations(layer_losses)
+        if self.args.normalize_violations:
+            violations = violations / self.problem.initial_loss_bound
+        growth = 1.0 if self._guard is None else self._guard.growth
+        shrinks = self._guard is not None and self._guard.shrinks
+        for _ in range(repeats):
+            self._multipliers.step(violations, growth, shrinks)
 
     @property
-    def averages(self) -> torch.Tensor:
-        """The running averages of the layer losses `[L]`, which start at zero."""
-        return self._running[: self.num_layers]
+    def multipliers(self) -> Multipliers:
+        """The multipliers after all steps so far."""
+        self._take_pending()
+        return self._multipliers
 
     @property
-    def average_weight(self) -> torch.Tensor:
-        """What makes up for the averages' start at zero, `[1]`."""
-        return self._running[self.num_layers : self.num_layers + 1]
-
-    @property
-    def square(self) -> torch.Tensor:
-        """The running average of f_L^2, `[1]`."""
-        return self._running[-1:]
+    def guard(self) -> LastLayerGuard | None:
+        """The limit on the rise of f_L after all steps so far, for multipliers that move."""
+        self._take_pending()
+        return self._guard
 
     @property
     def mean_losses(self) -> torch.Tensor:
         """Running averages of the layer losses `[L]` that move the multipliers, over about the last 50 steps."""
-        return self.averages / self.average_weight
+        self._take_pending()
+        averages = torch.from_numpy(self._running[: self.num_layers].copy())
+        return averages / float(self._running[self.num_layers])
 
     @property
-    def has_learned(self) -> torch.Tensor:
+    def warmup_losses(self) -> torch.Tensor:
+        """The averages at the end of warm-up, `[L]`; zeros where nothing was learned."""
+        self._take_pending()
+        return torch.from_numpy(self._warmup_losses)
+
+    @property
+    def level(self) -> float:
+        """The f_L to which line and steps constraints lead at present; f_0, from which they ask nothing, before any
+        step."""
+        self._take_pending()
+        last, weight, _ = self._running[-3:].tolist()
+        return last / weight if weight > 0 else self.problem.initial_loss_bound
+
+    def _has_learned(self) -> bool:
         """Whether the running f_L is clearly below chance, by twice its error; of 5 batches none is known."""
-        weight, mean = self.average_weight, self.mean_losses[-1]
-        batches = (
-            2 / (1 - AVERAGE_DECAY) * weight / (2 - weight) / (DUAL_EVERY if self.held_out else 1)
-        )
-        variance = (self.square / weight - mean**2).clamp(min=0) / (batches - 5).clamp(min=0)
-        return mean + 2 * variance.sqrt() < (
-            AT_CHANCE * self.problem.chance if self.problem else -math.inf
-        )
+        last, weight, square = self._running[-3:].tolist()
+        if self.problem is None or weight == 0:
+            return False
+        mean = last / weight
+        readings = 2 / (1 - AVERAGE_DECAY) * weight / (2 - weight)
+        if self.held_out is not None:
+            readings /= DUAL_EVERY
+        if readings <= 5:
+            return False
+        variance = max(square / weight - mean**2, 0.0) / (readings - 5)
+        return mean + 2 * variance**0.5 < AT_CHANCE * self.problem.chance
 
-    @property
-    def level(self) -> torch.Tensor:
-        """The f_L to which line and steps rows lead at present; f_0, from which they ask nothing, before any step."""
-        if self._level is None:
-            mean = self.averages[-1] / self.average_weight[0]
-            self._level = torch.where(are_finite(mean), mean, self.problem.initial_loss_bound)
-        return self._level
-
-    def _violations(self, layer_losses: torch.Tensor, detach: bool = False) -> torch.Tensor:
-        """Those that training acts on, `[rows]`."""
-        return self.problem.violations(layer_losses, self.level, self.args.target_margin, detach)
+    def acting_violations(self, layer_losses, detach: bool = False):
+        """The violations `[rows]` that training acts on, of losses `[L]` in an array or a tensor."""
+        margin = self.args.dual_settings.target_margin
+        return self.problem.violations(layer_losses, self.level, margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
         if problem.chance_loss is None:  # version 0.1 did not keep it
-            problem = DescentProblem(**problem.state_dict() | {"chance_loss": self.chance})
-        self.problem = problem.to(self.device)
-        self._level = None
-        vars(self).pop("_trained", None)
+            arguments = problem.state_dict()
+            arguments["chance_loss"] = self.chance
+            problem = DescentProblem(**arguments)
+        self.problem = problem
+        for name in ("_trained", "_trained_on_device"):
+            vars(self).pop(name, None)
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
         """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given, where the
-        arguments state none, and the multipliers, where the rows are the same."""
+        arguments state none, and the multipliers, where the constraints are the same."""
         saved = DescentProblem.saved_in(summary)
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
-        args = self.args
-        names = (
-            "exit_targets",
-            "loss_targets",
-            "constrained_layers",
-            "descent_strength",
-            "initial_loss_bound",
-        )
-        given = args.descent_alpha not in (None, "auto")
-        given = given or any(getattr(args, name) != getattr(type(args), name) for name in names)
-        if self.problem is None or not given:
+        if self.problem is None or not building.states_other_problem(self.args):
             self._take_problem(saved)
         if self.problem.rows == saved.rows and "multipliers" in summary:
             self._set_multipliers(summary["multipliers"])
-            self.warmup_losses = torch.tensor(
-                summary.get("warmup_layer_losses", self.warmup_losses.tolist())
-            )
+            warmup_losses = summary.get("warmup_layer_losses", self._warmup_losses)
+            self._warmup_losses = np.array(warmup_losses, dtype=np.float32)
 
     def _set_multipliers(self, values: Sequence[float]) -> None:
-        self.multipliers.load_state_dict(
-            self.multipliers.state_dict() | {"values": torch.tensor(values)}
-        )
+        state = self._multipliers.state_dict()
+        state["values"] = torch.tensor(values)
+        self._multipliers.load_state_dict(state)
 
-    # ---- logs ----
+    # ---- reports ----
 
     def logs(self, step: int) -> dict[str, float]:
-        """Scalars of the steps since the last call, per layer and row; empty where there was no usable step."""
-        *sums, count = self._logged.tolist()
-        self._logged.zero_()
-        self._report_faults()
-        self._report_rise()
-        if count == 0:
-            return {}
-        losses = (torch.tensor(sums) / count).to(self.device)  # [layers]
-        logs = _numbered("layer_loss", losses)
-        if self.problem is None:
-            return logs
-        if self.held_out is not None and self.mean_losses.isfinite().all():
-            losses = self.mean_losses
-        violations = self.problem.violations(losses, self.level)
-        for row in self.problem.rows:
-            logs[f"violation_{row.name}"] = violations[row.index].item()
-            logs[f"multiplier_{row.name}"] = self.multipliers.values[row.index].item()
-        if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
-            logs |= _numbered("weight", self.weights(step))
-        logs["max_violation"] = max(violations[row.index].item() for row in self.problem.rows)
-        if not self.inactive(step) and self.args.objective not in objectives.UNCONSTRAINED:
-            acting = self._violations(losses)
-            logs["max_acting_violation"] = max(
-                acting[row.index].item() for row in self.problem.rows
-            )
-        if self.guard is not None and self.guard.rise.isfinite():
-            logs["last_layer_rise"] = self.guard.rise.item()
-        logs["lagrangian"] = self.problem.lagrangian(
-            losses, self.multipliers.values, self.level
-        ).item()
-        return logs
+        """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
+        self._take_pending()
+        return self._reports.logs(step)
 
     def report(self) -> dict[str, float]:
-        """Log what the rows asked and what training reached in the last tenth of the run, as far as constraints were
-        active there; returns the largest violation as a metric.
-
-        These means are no certificate: the model, or the multipliers, were fitted to this data.
-        """
-        self._report_faults()
-        self._report_rise()
-        rows = self._closing.rows.cpu()  # [steps, layers]
-        if self.problem is None or not len(rows):
-            return {}
-        losses = rows.mean(0)  # [layers]
-        problem = DescentProblem(**self.problem.state_dict())
-        limit = AT_CHANCE * problem.chance
-        learned = is_below(rows[:, -1], limit)
-        data = "training batches" if self.held_out is None else "readings of held-out rows"
-        text = self._table(problem, losses, learned)
-        if problem.feasible(losses) and learned:
-            logger.info(
-                f"On the last {len(rows)} {data} every row is within its tolerance:\n{text}"
-            )
-        elif self.args.objective == "descent" and learned:
-            logger.warning(
-                f"On the last {len(rows)} {data} NOT every row is within its tolerance:\n{text}\n"
-                f"Ask for less ({self._less()}), or train longer."
-            )
-        elif self.args.objective == "descent":
-            advice = "Train longer, or raise `learning_rate`."
-            if losses[-1] < limit:
-                advice = "These steps are too few to tell."
-            logger.warning(
-                f"On the last {len(rows)} {data} f_L is not clearly below chance:\n{text}\n{advice}"
-            )
-        return {"train_max_violation": problem.max_violation(losses).item()}
-
-    def _table(self, problem: DescentProblem, losses: torch.Tensor, learned: bool) -> str:
-        """What each row asked of these losses `[L]` and what it reached, and the descent share."""
-        asked, tolerances = problem.bounds(losses)
-        multipliers = self.multipliers.values.tolist()
-        lines = ["row: asked, reached, tolerance, multiplier"]
-        for row in problem.rows:
-            numbers = (
-                asked[row.index].item(),
-                losses[row.layer - 1].item(),
-                tolerances[row.index].item(),
-                multipliers[row.index],
-            )
-            lines.append(f"{row.name}: {', '.join(f'{number:.4g}' for number in numbers)}")
-        shares = {
-            "now": problem.descent_share(losses) if learned else None,
-            "after warm-up, of plain training": problem.descent_share(self.warmup_losses.cpu()),
-        }
-        for when, share in shares.items():
-            if share is not None:
-                lines.append(f"descent share {when}: {share:.2f}")
-        return "\n".join(lines)
-
-    def _less(self) -> str:
-        """The settings by which this problem asks for less."""
-        names = []
-        if self.problem.follows:
-            names += [f"a `descent_strength` below {self.args.descent_strength:g}"]
-        elif self.args.layer_rows is not None:
-            names += ["a smaller `descent_alpha`"]
-        if self.args.layer_rows is not None:
-            names += ["fewer `constrained_layers`", "`exit_targets` for the layers that you need"]
-        if self.args.exit_targets or self.args.loss_targets:
-            names += ["higher targets"]
-        return ", ".join(names)
+        """Log what the constraints asked and what training reached at the end of a run; see [`DualReports.report`]."""
+        self._take_pending()
+        return self._reports.report()
 
     def is_first_report(self, subject: str) -> bool:
         """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
-        is_first = subject not in self._reported
-        self._reported.add(subject)
-        return is_first
-
-    def _report_rise(self) -> None:
-        """Log, once, that the loss of the last layer has risen by more than its limit."""
-        if self.guard is None:
-            return
-        highest, best = self.guard.highest_rise()
-        if highest is None or not self.is_first_report("rise"):
-            return
-        logger.warning(
-            f"The constraints make the last layer worse: its loss rose from {best:.4g} to {highest:.4g} "
-            f"({(highest - best) / abs(best):+.1%}). The multipliers shrink while it is more than "
-            f"{self.args.max_last_layer_rise:.1%} above its best value (`max_last_layer_rise`), so that the "
-            f"constraints give way. Ask for less: {self._less()}."
-        )
-
-    def _report_progress(self, step: int) -> None:
-        """Log, once each, a row whose multiplier keeps rising while its violation does not fall: from one window of
-        steps to the next, of which each has 50 or more."""
-        if self.args.objective != "descent":
-            return
-        least = LEAST_CHECKED if self.held_out is None else 4 * LEAST_CHECKED
-        steps = max(least, (self.max_steps - self.active_from) // PROGRESS_CHECKS)
-        active = step - self.active_from
-        if active <= 0 or active % steps:
-            return
-        *sums, count = self._since_check.tolist()
-        self._since_check.zero_()
-        if count == 0:
-            return
-        losses = torch.tensor(sums, device=self.device) / count
-        asked, tolerances = self.problem.bounds(losses)
-        violations = self.problem.violations(losses) - tolerances
-        multipliers = self.multipliers.values.clone()
-        last_check = self._last_check
-        self._last_check = violations, multipliers
-        if last_check is None:
-            return
-        before, duals = last_check
-        rises = multipliers >= (1.05 * duals).clamp(0, self.args.multiplier_max)  # or is at its cap
-        stuck = (violations > 0) & (violations > 0.95 * before) & (multipliers > 0) & rises
-        for row in self.problem.rows:
-            if stuck[row.index] and self.is_first_report(f"row {row.name}"):
-                logger.warning(
-                    f"The multiplier of row {row.name} keeps rising, or is at its maximum, but its violation did not "
-                    f"fall in the last {steps} steps: the row asks for a loss of {asked[row.index].item():.4g}, and "
-                    f"layer {row.layer} is at {losses[row.layer - 1].item():.4g}. If this goes on, ask for less "
-                    f"({self._less()})."
-                )
-
-    def _report_faults(self) -> None:
-        """Log once a layer whose loss was not finite."""
-        faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
-        if faults and self.is_first_report("nonfinite"):
-            logger.error(
-                f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers."
-            )
-
-    # ---- checkpoints ----
+        return self._reports.is_first(subject)
 
     def summary(self) -> dict:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
-        summary = {
-            "objective": self.args.objective,
-            "multipliers": self.multipliers.values.tolist(),
-        }
+        multipliers = self.multipliers.values.tolist()
+        summary = {"objective": self.args.objective, "multipliers": multipliers}
         if self.problem is not None:
-            summary |= self.problem.state_dict()
-            values = summary["multipliers"]
+            summary.update(self.problem.state_dict())
             summary["multipliers_by_row"] = {
-                row.name: values[row.index] for row in self.problem.rows
+                row.name: multipliers[row.index] for row in self.problem.rows
             }
         if self.held_out is not None:
             summary["dual_rows"] = self.held_out.count
-        if self.average_weight.item():
-            summary[f"{'train' if self.held_out is None else 'dual'}_layer_losses"] = (
-                self.mean_losses.tolist()
-            )
-        if self.warmup_losses.any():
-            summary["warmup_layer_losses"] = self.warmup_losses.tolist()
+        if self._running[self.num_layers] > 0:
+            data = "train" if self.held_out is None else "dual"
+            summary[f"{data}_layer_losses"] = self.mean_losses.tolist()
+        if self._warmup_losses.any():
+            summary["warmup_layer_losses"] = self._warmup_losses.tolist()
         return summary
+
+    # ---- checkpoints ----
 
     def save(self, folder: str, write: bool = True) -> None:
         """Write the state into a checkpoint folder by an atomic write, where `write`."""
@@ -571,16 +358,20 @@ class DescentState:
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
         """Tensors by name, and the rest in plain values."""
-        tensors = {
-            f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()
+        self._take_pending()
+        arrays = {
+            "averages": self._running[: self.num_layers],
+            "average_weight": self._running[self.num_layers : self.num_layers + 1],
+            "square": self._running[-1:],
+            "warmup_losses": self._warmup_losses,
+            "closing_losses": self._reports.closing.state_dict(),
         }
-        tensors |= {
-            key: getattr(self, key).cpu()
-            for key in ("averages", "average_weight", "square", "warmup_losses")
-        }
-        tensors["closing_losses"] = self._closing.state_dict()
-        if self.guard is not None:
-            tensors |= {f"guard.{name}": value for name, value in self.guard.state_dict().items()}
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        for name, tensor in self._multipliers.state_dict().items():
+            tensors[f"multipliers.{name}"] = tensor
+        if self._guard is not None:
+            for name, tensor in self._guard.state_dict().items():
+                tensors[f"guard.{name}"] = tensor
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
@@ -591,35 +382,10 @@ class DescentState:
         self, tensors: dict[str, torch.Tensor], meta: dict, path: str = "The state"
     ) -> None:
         """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
-        for name, value in self._schedule().items():
-            if (
-                meta["schedule"].get(name, value if name == "dual_optim" else None) != value
-            ):  # older ones lack it
-                raise ValueError(
-                    f"{path} was saved with {name}={meta['schedule'].get(name)!r} but this run has {value!r}; resume "
-                    "with the saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
-                )
-        guard_state = _part_of(tensors, "guard.")
+        self._take_pending()
+        self._check_schedule(meta["schedule"], path)
         try:
-            self.multipliers.load_state_dict(_part_of(tensors, "multipliers."))
-            if self.guard is not None and guard_state:  # older checkpoints have none
-                self.guard.load_state_dict(guard_state)
-            if "closing_losses" in tensors:
-                self._closing.load_state_dict(tensors["closing_losses"])
-            for name in ("averages", "average_weight"):
-                if (
-                    tensors[name].shape != getattr(self, name).shape
-                    or not tensors[name].isfinite().all()
-                ):
-                    raise ValueError(f"'{name}' is {tensors[name].tolist()}")
-            # Older checkpoints do not keep the square, nor version 0.1 the losses of warm-up.
-            found = {
-                name: tensors.get(name, getattr(self, name)).to(self._running)
-                for name in ("averages", "average_weight", "square", "warmup_losses")
-            }
-            self.warmup_losses = found["warmup_losses"]
-            self._running = torch.cat([found["averages"], found["average_weight"], found["square"]])
-            self._level = None
+            self._load_tensors(tensors)
             self.active_from = int(meta["active_from"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -628,11 +394,53 @@ class DescentState:
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
 
+    def _load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        guard_state = _part_of(tensors, "guard.")
+        self._multipliers.load_state_dict(_part_of(tensors, "multipliers."))
+        if self._guard is not None and guard_state:  # older checkpoints have none
+            self._guard.load_state_dict(guard_state)
+        if "closing_losses" in tensors:
+            self._reports.closing.load_state_dict(tensors["closing_losses"].numpy())
+
+        expected = {"averages": self.num_layers, "average_weight": 1}
+        for name, size in expected.items():
+            tensor = tensors[name]
+            if tensor.shape != (size,) or not tensor.isfinite().all():
+                raise ValueError(f"'{name}' is {tensor.tolist()}")
+        # Older checkpoints do not keep the square, nor version 0.1 the losses of warm-up.
+        square = tensors.get("square", torch.from_numpy(self._running[-1:]))
+        running = torch.cat([tensors["averages"], tensors["average_weight"], square])
+        self._running = running.float().numpy()
+        if "warmup_losses" in tensors:
+            self._warmup_losses = tensors["warmup_losses"].float().numpy()
+
+    def _check_schedule(self, saved: Mapping[str, Any], path: str) -> None:
+        for name, value in self._schedule().items():
+            # Older checkpoints do not have the rule.
+            saved_value = saved.get(name, value if name == "dual_optim" else None)
+            if saved_value != value:
+                raise ValueError(
+                    f"{path} was saved with {name}={saved_value!r} but this run has {value!r}; resume with the saved "
+                    "setting, or start a new run from the checkpoint's weights with `from_pretrained`."
+                )
+
     def _schedule(self) -> dict:
         """As JSON gives it back. The line is "auto", as version 0.1 called a step size of its own."""
-        rows = "auto" if self.args.layer_rows == "line" else self.args.layer_rows
-        settings = {name: getattr(self.args, name) for name in SCHEDULE} | {"descent_alpha": rows}
-        return json.loads(json.dumps({"num_layers": self.num_layers, **settings}))
+        args = self.args
+        schedule = {name: getattr(args, name) for name in SCHEDULE}
+        schedule["num_layers"] = self.num_layers
+        schedule["descent_alpha"] = "auto" if args.layer_rows == "line" else args.layer_rows
+        schedule["dual_warmup_steps"] = args.dual_settings.warmup_steps
+        schedule["dual_optim"] = args.dual_settings.optim
+        return json.loads(json.dumps(schedule))
+
+
+DescentState = DualState  # its name until version 0.3
+
+
+def _last_loss(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """The objective in warm-up."""
+    return layer_losses[-1]
 
 
 def _part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
@@ -642,15 +450,6 @@ def _part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torc
         for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def are_finite(values: torch.Tensor) -> torch.Tensor:
-    """As `torch.isfinite`, by half the kernels: inf - inf and nan - nan are no numbers."""
-    return (values - values).eq(0)
-
-
-def _numbered(name: str, values: torch.Tensor) -> dict[str, float]:
-    return {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
 
 
 def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:

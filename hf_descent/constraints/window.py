@@ -1,6 +1,6 @@
 """The layer losses of the last steps, one by one, so that a report can say exactly which steps its means are over."""
 
-import torch
+import numpy as np
 
 
 class LossWindow:
@@ -9,46 +9,42 @@ class LossWindow:
     Args:
         size (`int`): the greatest number of steps kept.
         num_layers (`int`): number of layers L.
-        device (`torch.device` or `str`): where the losses arrive; adding some reads nothing back to the host.
     """
 
-    def __init__(self, size: int, num_layers: int, device: torch.device | str = "cpu"):
+    def __init__(self, size: int, num_layers: int):
         self.size = max(size, 1)
         self.count = 0  # steps added so far
-        self._rows = torch.full((self.size, num_layers), torch.nan, device=device)
+        self._rows = np.full((self.size, num_layers), np.nan, dtype=np.float32)
 
-    def add(self, layer_losses: torch.Tensor) -> None:
+    def add(self, layer_losses: np.ndarray) -> None:
         """Add the losses `[L]` of a step; where one is not finite, the step takes its place but counts for nothing."""
-        self._rows[self.count % self.size] = layer_losses.to(self._rows)
+        self._rows[self.count % self.size] = layer_losses
         self.count += 1
 
     @property
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> np.ndarray:
         """The losses of the steps kept, in their order, without those that count for nothing; `[steps, L]`."""
-        rows = self._in_order()
-        return rows[rows.isfinite().all(dim=1)]
+        rows = self.state_dict()
+        return rows[np.isfinite(rows).all(axis=1)]
 
-    def _in_order(self) -> torch.Tensor:
-        steps = range(max(0, self.count - self.size), self.count)
-        return self._rows[[step % self.size for step in steps]]
-
-    def state_dict(self) -> torch.Tensor:
+    def state_dict(self) -> np.ndarray:
         """The losses of the steps kept, in their order; `[steps, L]`."""
-        return self._in_order().cpu()
+        steps = np.arange(max(0, self.count - self.size), self.count)
+        return self._rows[steps % self.size]
 
-    def load_state_dict(self, rows: torch.Tensor) -> None:
+    def load_state_dict(self, rows: np.ndarray) -> None:
         """Take over the last `size` steps of what `state_dict` gave; ValueError for another number of layers."""
         if rows.ndim != 2 or rows.shape[1] != self._rows.shape[1]:
             raise ValueError(f"the losses of the last steps have shape {list(rows.shape)}")
         self.count = 0
-        self._rows.fill_(torch.nan)
+        self._rows.fill(np.nan)
         for row in rows[-self.size :]:
             self.add(row)
 
 
-def is_below(losses: torch.Tensor, bound: float) -> bool:
+def is_below(losses: np.ndarray, bound: float) -> bool:
     """Whether the mean of `losses` `[steps]` is below `bound` by twice its standard error; never so of 5 or fewer."""
     if len(losses) <= 5:
         return False
-    error = losses.std() / len(losses) ** 0.5
+    error = losses.std(ddof=1) / len(losses) ** 0.5
     return bool(losses.mean() + 2 * error < bound)

@@ -156,6 +156,7 @@ def check_agreement(accelerator: Accelerator, multipliers: torch.Tensor) -> None
     On every process, or the others would wait for the one that raises.
     """
     process = accelerator.process_index
+    multipliers = multipliers.to(accelerator.device)
     own_part = torch.zeros_like(multipliers)
     if process == 0:
         own_part = multipliers

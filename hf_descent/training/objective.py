@@ -112,11 +112,9 @@ class LayerObjective:
 
         # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
         totals = self._summed(sums)  # [layers + 1]
-        shares = totals[-1]
 
         if not skipped:
-            layer_losses = totals[:-1] / torch.where(shares > 0, shares, 1.0)  # [layers]
-            self.dual.dual_step(layer_losses, self.global_step, shares, self.layers)
+            self.dual.take_step(totals, self.global_step, self.layers)
         self.begin(self.global_step + 1)
 
     def logs(self) -> dict[str, float]:

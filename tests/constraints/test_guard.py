@@ -13,7 +13,7 @@ from tiny import InOrder, bert, classification_data, config, trained
 from hf_descent import DescentProblem, Multipliers
 from hf_descent.configs import DescentArguments
 from hf_descent.constraints.guard import LastLayerGuard
-from hf_descent.constraints.state import STATE_NAME, DescentState
+from hf_descent.constraints.state import STATE_NAME, DualState
 
 
 DATA = classification_data()
@@ -37,7 +37,7 @@ def test_noise_alone_hardly_slows_the_multipliers_down(kind):
     for seed in range(5):
         guard, multipliers = LastLayerGuard(0.02), Multipliers(1, 0.02, optim="sgd")
         for loss in draws(kind, 600, seed):
-            guard.observe(torch.tensor(loss))
+            guard.observe(loss)
             multipliers.step(torch.ones(1), guard.growth, guard.shrinks)
         grown.append(multipliers.values.item() / (600 * 0.02))
     assert sum(grown) / len(grown) > 0.85
@@ -48,22 +48,22 @@ def test_a_rise_makes_the_multipliers_shrink_until_the_loss_is_back(kind):
     guard = LastLayerGuard(0.02)
     losses = draws(kind, 300, seed=0)
     for loss in losses[:150]:
-        guard.observe(torch.tensor(loss))
+        guard.observe(loss)
     shrinks = []
     for loss in losses[150:200]:
-        guard.observe(torch.tensor(1.5 * loss))
-        shrinks.append(guard.shrinks.item())
+        guard.observe(1.5 * loss)
+        shrinks.append(guard.shrinks)
     assert not shrinks[0] and all(shrinks[15:])
-    assert guard.rise.item() == pytest.approx(0.5, abs=0.2)
+    assert guard.rise == pytest.approx(0.5, abs=0.2)
     for loss in losses[200:250]:
-        guard.observe(torch.tensor(loss))
+        guard.observe(loss)
     assert not guard.shrinks and guard.growth > 0
 
 
 def test_the_statistics_are_those_of_sums_written_out():
     guard, losses = LastLayerGuard(0.1), draws("wide", 60, seed=1)
     for loss in losses:
-        guard.observe(torch.tensor(loss))
+        guard.observe(loss)
     newest_weights = (
         lambda step: max(1 / step, 1 / 10),
         lambda step: min(max(1 / step, 1 / 10), 4 / (step + 3)),
@@ -73,31 +73,31 @@ def test_the_statistics_are_those_of_sums_written_out():
         for step in range(1, 61):
             weights = [weight * (1 - newest(step)) for weight in weights] + [newest(step)]
         mean = sum(weight * loss for weight, loss in zip(weights, losses))
-        assert guard.means[index].item() == pytest.approx(mean, rel=1e-5)
+        assert guard.means[index] == pytest.approx(mean, rel=1e-5)
         squares = sum(weight**2 for weight in weights)
-        assert guard.square_weights[index].item() == pytest.approx(squares, rel=1e-5)
+        assert guard.square_weights[index] == pytest.approx(squares, rel=1e-5)
         halves = [(after - before) ** 2 / 2 for before, after in pairwise(losses)]
         variance = halves[0]
         for step, half in enumerate(halves[1:], start=3):
             variance += newest(step) * (half - variance)
-        assert guard.variances[index].item() == pytest.approx(variance, rel=1e-5)
+        assert guard.variances[index] == pytest.approx(variance, rel=1e-5)
 
 
 def test_a_falling_loss_is_no_rise_and_its_trend_no_noise():
     guard = LastLayerGuard(0.0)
     for step in range(100):
-        guard.observe(torch.tensor(5.0 - 0.04 * step))
+        guard.observe(5.0 - 0.04 * step)
         assert not guard.shrinks and guard.growth == 1
-    assert guard.standard_errors.max() < 0.04
+    assert max(guard.standard_errors) < 0.04
 
 
 def test_a_loss_that_is_not_finite_changes_nothing():
     guard = LastLayerGuard(0.02)
     for loss in draws("wide", 50, seed=0):
-        guard.observe(torch.tensor(loss))
+        guard.observe(loss)
     before = guard.state_dict()
     for loss in (math.nan, math.inf):
-        guard.observe(torch.tensor(loss))
+        guard.observe(loss)
     for name, tensor in guard.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -114,7 +114,7 @@ def rest(needs: list[float], steps: int = 6000, **settings) -> tuple[torch.Tenso
     targets = {layer: 2 - need for layer, need in enumerate(needs, start=1)}
     given = {"loss_targets": targets, "initial_loss_bound": 4.0, "dual_warmup_steps": 50}
     args = DescentArguments(target_margin=0.0, normalize_violations=False, **given, **settings)
-    state = DescentState(args, 3, steps, 0)
+    state = DualState(args, 3, steps, 0)
     found = []
     for step in range(steps):
         x = state.multipliers.values * (step >= 50)
@@ -169,9 +169,9 @@ def test_every_dual_rule_keeps_to_the_limit(rule):
 # ---- in a state, and on disk ----
 
 
-def state_of(**settings) -> DescentState:
+def state_of(**settings) -> DualState:
     given = {"loss_targets": {1: 0.1}, "initial_loss_bound": 4.0, "dual_optim": "sgd"}
-    return DescentState(DescentArguments(**given, **settings), 2, 200, 0)
+    return DualState(DescentArguments(**given, **settings), 2, 200, 0)
 
 
 def rising(step: int) -> torch.Tensor:
@@ -209,10 +209,10 @@ def test_held_out_losses_are_what_the_limit_is_about():
 
     args = DescentArguments(loss_targets={1: 0.1}, initial_loss_bound=4.0)
     for held_out_rises in (True, False):
-        state = DescentState(args, 2, 800, 0, held_out=Rows(held_out_rises))
+        state = DualState(args, 2, 800, 0, held_out=Rows(held_out_rises))
         for step in range(800):
             state.dual_step(rising(0 if held_out_rises else step // 4), step)
-        assert state.guard.shrinks.item() == held_out_rises
+        assert state.guard.shrinks == held_out_rises
 
 
 def test_a_rise_is_said_once_with_numbers_and_what_to_ask_less(caplog):
@@ -295,7 +295,7 @@ def test_a_run_that_is_ruined_without_the_limit_is_not_with_it():
         args = DescentArguments(
             loss_targets={1: 0.1}, initial_loss_bound=4.0, max_last_layer_rise=limit
         )
-        state = DescentState(args, 2, 400, 0)
+        state = DualState(args, 2, 400, 0)
         x = torch.zeros(())
         for step in range(400):
             losses = torch.stack([1.5 + (x - 1) ** 2, 1 + x**2])

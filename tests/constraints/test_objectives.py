@@ -4,8 +4,8 @@ import torch
 from naive_head import Watch
 from tiny import config
 
-from hf_descent.constraints.objectives import penalty
-from hf_descent.constraints.state import DescentState
+from hf_descent.constraints.objectives import Hinge
+from hf_descent.constraints.state import DualState
 
 
 def state(tmp_path, objective, **settings):
@@ -14,7 +14,7 @@ def state(tmp_path, objective, **settings):
         "initial_loss_bound": 1.0,
         "penalty_coefficient": 0.4,
     } | settings
-    made = DescentState(
+    made = DualState(
         config(tmp_path, objective=objective, dual_warmup_steps=0, **given), 3, 10, 0
     )
     made.multipliers.values = torch.tensor([0.5, 1.0, 2.0])
@@ -56,7 +56,7 @@ def test_the_weights_of_linear_objectives(tmp_path, objective, settings, expecte
 def test_penalties_by_hand(tmp_path, detach):
     losses = torch.tensor([1.2, 0.7, 0.8], requires_grad=True)
     excess = [1.2 - 0.9, 0.0, 0.8 - 0.7 * 0.7]  # the second constraint holds: 0.7 <= 0.8 * 1.2
-    assert penalty("hinge", torch.tensor(excess), 2.0).item() == pytest.approx(2 * sum(excess))
+    assert Hinge.penalty(torch.tensor(excess), 2.0).item() == pytest.approx(2 * sum(excess))
     for objective, slopes in (
         ("hinge", [0.4, 0.4]),
         ("quadratic", [0.4 * excess[0], 0.4 * excess[2]]),
@@ -94,7 +94,7 @@ def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, sca
         "layerskip_rotation": rotation,
         "dual_warmup_steps": 0,
     }
-    made = DescentState(config(tmp_path, objective="layerskip", **settings), 6, 24, 0)
+    made = DualState(config(tmp_path, objective="layerskip", **settings), 6, 24, 0)
     losses = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.2, 1.0])
     for step in range(24):
         expected = published(6, step, 24, scale, rotation)
@@ -112,7 +112,7 @@ def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, sca
 
 def test_the_curricula_of_layerskip_by_hand(tmp_path):
     def weighted(step, **settings):
-        made = DescentState(
+        made = DualState(
             config(tmp_path, objective="layerskip", dual_warmup_steps=0, **settings), 5, 20, 0
         )
         return made.objective_at(step).weighted
@@ -132,7 +132,7 @@ def test_the_curricula_of_layerskip_by_hand(tmp_path):
         [3, 5],
         [2, 4, 5],
     ]
-    assert DescentState(config(tmp_path, objective="layerskip"), 1, 4, 0).weights(0).tolist() == [1]
+    assert DualState(config(tmp_path, objective="layerskip"), 1, 4, 0).weights(0).tolist() == [1]
     for rotation in (0, 2.5):
         with pytest.raises(
             ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"

@@ -20,7 +20,7 @@ from tiny import (
 from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
-from hf_descent.constraints.state import DescentState
+from hf_descent.constraints.state import DualState
 from hf_descent.evaluation import Certificate
 from hf_descent.losses.chance import ChanceLoss
 from hf_descent.models import UTConfig, UTForVideoDenoising
@@ -57,7 +57,7 @@ def measured(state, losses, spread=0.0, rows=40):
 
 
 def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp_path):
-    state = DescentState(config(tmp_path), 3, 6, 0, 1.0)
+    state = DualState(config(tmp_path), 3, 6, 0, 1.0)
 
     def score(*losses, **given):
         return measured(state, losses, **given)["eval_feasible_score"]
@@ -91,7 +91,7 @@ def test_a_score_is_better_for_a_lower_last_loss_whatever_its_sign(tmp_path):
 def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(
     tmp_path,
 ):
-    state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, 1.0)
+    state = DualState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, 1.0)
     found = measured(state, [0.5, 0.4, float("nan")])
     assert found["eval_feasible"] == 0 and found["eval_feasible_score"] == -2
 
@@ -132,7 +132,7 @@ def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
 def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
     args = config(tmp_path, descent_alpha=0.9, learning_rate=1e-2, max_steps=60)
     DescentTrainer(bert(), args, train_dataset=DATA).train()
-    assert "NOT every row" in caplog.text and "multiplier" in caplog.text
+    assert "NOT every constraint" in caplog.text and "multiplier" in caplog.text
 
 
 FAR_ABOVE_CHANCE = {"initial_loss_bound": 1.6, "descent_alpha": 0.005, "dual_warmup_steps": 0}
@@ -279,7 +279,7 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(
     with caplog.at_level(logging.INFO):
         trainer.train()
     assert (
-        "row: asked, reached" in caplog.text
+        "constraint: asked, reached" in caplog.text
         and "batches f_L is not clearly below chance:" in caplog.text
     )
     assert "descent share" not in caplog.text
@@ -349,7 +349,7 @@ def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, cap
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert "every row is within its tolerance" in caplog.text and "NOT" not in caplog.text
+    assert "every constraint is within its tolerance" in caplog.text and "NOT" not in caplog.text
     metrics, few = trainer.evaluate(), trainer.evaluate(rows[:3])
     assert (
         metrics["eval_feasible"] == 1

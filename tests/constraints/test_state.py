@@ -17,7 +17,7 @@ from tiny import (
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_descent import DescentTrainer
-from hf_descent.constraints.state import DescentState
+from hf_descent.constraints.state import DualState
 from hf_descent.readout.replay import Readout
 from hf_descent.runs import RunFolder
 
@@ -127,7 +127,7 @@ def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
 
 
 def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
-    state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0)
+    state = DualState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0)
     assert state.objective_at(0).value(torch.tensor([1.0, math.inf, 0.5]), torch.ones(())) == 0.5
 
 
@@ -181,13 +181,13 @@ def test_a_row_that_comes_no_closer_is_said_once_with_what_it_asks_and_where_it_
         tmp_path, descent_alpha=None, exit_targets={1: 0.0}, loss_targets={2: 0.5}, dual_warmup_steps=20,
         multiplier_max=most,
     )  # fmt: skip
-    state = DescentState(args, 3, 320, 0)
+    state = DualState(args, 3, 320, 0)
     for step in range(320):
         # Before the constraints act, and in the first steps after that, layer 2 is far worse.
         state.dual_step(torch.tensor([0.9, 7.0 if step < 40 else 0.8, 0.9]), step)
         told = [record.message for record in caplog.records if "keeps rising" in record.message]
         assert len(told) == (step >= 169)  # the third window of 50 active steps is like the second
-    assert "row bound_2 keeps" in told[0] and "asks for a loss of 0.5" in told[0]
+    assert "constraint bound_2 keeps" in told[0] and "asks for a loss of 0.5" in told[0]
     assert "layer 2 is at 0.8" in told[0] and "higher targets" in told[0]
     assert "attainable" not in caplog.text and "dual_learning_rate" not in caplog.text
 
@@ -196,7 +196,7 @@ def test_layers_that_get_better_late_raise_no_alarm(tmp_path, caplog):
     """Three windows fall; a run of fewer than 100 active steps has nothing to compare."""
     for steps in (90, 250):
         args = config(tmp_path, descent_alpha=None, loss_targets={2: 0.5}, dual_warmup_steps=0)
-        state = DescentState(args, 3, steps, 0)
+        state = DualState(args, 3, steps, 0)
         for step in range(steps):
             state.dual_step(torch.tensor([0.9, 0.5 + 3 * 0.98**step, 0.9]), step)
     assert "keeps rising" not in caplog.text
@@ -222,7 +222,7 @@ def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
         args = config(
             tmp_path, descent_alpha=None, loss_targets={2: 0.5}, dual_warmup_steps=warm_up, initial_loss_bound=4.0,
         )  # fmt: skip
-        state = DescentState(args, 3, 400, 0, held_out=Rows() if held_out else None)
+        state = DualState(args, 3, 400, 0, held_out=Rows() if held_out else None)
         for step in range(400):
             state.dual_step(losses[step], step)
         steps = [step for step in range(first, 400) if not held_out or step % 8 == 0]
@@ -230,25 +230,25 @@ def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
         assert state.report()["train_max_violation"] == pytest.approx(reached - 0.5, rel=1e-5)
         data = "readings of held-out rows" if held_out else "training batches"
         is_too_few = len(steps) <= 5  # to say that f_L is below chance
-        told = "f_L is not clearly below chance" if is_too_few else "NOT every row"
+        told = "f_L is not clearly below chance" if is_too_few else "NOT every constraint"
         assert f"On the last {len(steps)} {data} {told}" in caplog.text
         advice = caplog.records[-1].message.splitlines()[-1]
         assert (advice == "These steps are too few to tell.") == is_too_few
         assert f"bound_2: 0.5, {reached:.4g}, 0," in caplog.text
-        resumed = DescentState(args, 3, 400, 0, held_out=Rows() if held_out else None)
+        resumed = DualState(args, 3, 400, 0, held_out=Rows() if held_out else None)
         resumed.load_state_dict(*state.state_dict())
         assert resumed.report() == state.report()
 
 
 def test_a_run_whose_constraints_never_act_has_no_closing_report(tmp_path, caplog):
-    state = DescentState(config(tmp_path, dual_warmup_steps=50), 3, 20, 0)
+    state = DualState(config(tmp_path, dual_warmup_steps=50), 3, 20, 0)
     for step in range(20):
         state.dual_step(torch.ones(3), step)
-    assert state.report() == {} and "row:" not in caplog.text
+    assert state.report() == {} and "constraint: asked" not in caplog.text
 
 
 def test_a_multiplier_of_zero_is_not_said_to_rise(tmp_path, caplog):
-    state = DescentState(
+    state = DualState(
         config(tmp_path, descent_alpha=None, loss_targets={1: 0.5}, dual_warmup_steps=99), 3, 109, 0
     )
     for step in range(

@@ -1,0 +1,258 @@
+"""What a run logs of its dual side: the scalars of a step, warnings on the way, and a report at the end."""
+
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .problem import AT_CHANCE, DescentProblem
+from .window import LossWindow, is_below
+
+
+if TYPE_CHECKING:
+    from .state import DualState
+
+
+logger = logging.getLogger(__name__)
+# The first process speaks for all. Accelerate's logger does that, too, but fails in a loop without an `Accelerator`.
+logger.addFilter(
+    lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+)
+
+# How often constraints are checked, in the constrained part of a run, for whether they come closer to being met; and
+# the least number of steps between two checks.
+PROGRESS_CHECKS = 10
+LEAST_CHECKED = 50
+LEAST_CHECKED_HELD_OUT = 200
+CLOSING_SHARE = 0.1  # of a run's steps: its last ones, which the closing report is about
+
+
+class DualReports:
+    """Keeps the layer losses that reports are about, and writes the reports. It reads the dual side, and changes
+    nothing of it.
+
+    Args:
+        dual (`DualState`): what is reported on.
+        steps_per_reading (`int`): optimizer steps from one reading of the losses that move the multipliers to the
+            next.
+    """
+
+    def __init__(self, dual: "DualState", steps_per_reading: int):
+        num_layers = dual.num_layers
+        self._dual = dual
+        self._logged = np.zeros(
+            num_layers + 1, dtype=np.float32
+        )  # sums since the last log, and their count
+        self._is_faulty = np.zeros(num_layers, dtype=bool)  # layers that had a non-finite loss
+        self._reported: set[str] = set()
+        closing = math.ceil(CLOSING_SHARE * dual.max_steps / steps_per_reading)
+        self.closing = LossWindow(closing, num_layers)
+        # Sums of losses since the last check of progress, and their count; violations and multipliers at that check.
+        self._since_check = np.zeros(num_layers + 1, dtype=np.float32)
+        self._last_check: tuple[np.ndarray, np.ndarray] | None = None
+
+    # ---- what they are about ----
+
+    def add_step(self, layer_losses: np.ndarray) -> None:
+        """Take in the training losses `[L]` of a step that had items."""
+        is_finite = np.isfinite(layer_losses)
+        self._is_faulty |= ~is_finite
+        if is_finite.all():
+            self._logged[:-1] += layer_losses
+            self._logged[-1] += 1
+
+    def add_reading(self, layer_losses: np.ndarray) -> None:
+        """Take in losses `[L]` that moved the multipliers, or would have done so if they were finite."""
+        self.closing.add(layer_losses)
+        if np.isfinite(layer_losses).all():
+            self._since_check[:-1] += layer_losses
+            self._since_check[-1] += 1
+
+    def is_first(self, subject: str) -> bool:
+        """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
+        is_first = subject not in self._reported
+        self._reported.add(subject)
+        return is_first
+
+    # ---- scalars ----
+
+    def logs(self, step: int) -> dict[str, float]:
+        """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
+        logged = self._logged.copy()
+        self._logged.fill(0)
+        self._warn_of_faults()
+        self._warn_of_rise()
+        if logged[-1] == 0:
+            return {}
+
+        losses = logged[:-1] / logged[-1]  # [layers]
+        logs = _numbered("layer_loss", losses)
+        if self._dual.problem is not None:
+            logs.update(self._constraint_logs(losses, step))
+        return logs
+
+    def _constraint_logs(self, losses: np.ndarray, step: int) -> dict[str, float]:
+        dual = self._dual
+        problem = dual.problem
+        multipliers = dual.multipliers.values.numpy()
+        if dual.held_out is not None and dual.mean_losses.isfinite().all():
+            losses = dual.mean_losses.numpy()
+        violations = problem.violations(losses, dual.level)
+
+        logs = {}
+        for row in problem.rows:
+            logs[f"violation_{row.name}"] = violations[row.index].item()
+            logs[f"multiplier_{row.name}"] = multipliers[row.index].item()
+        is_active = not dual.inactive(step)
+        if is_active and dual.objective.is_linear:
+            logs.update(_numbered("weight", dual.layer_weights(step)))
+        logs["max_violation"] = _largest(violations, problem)
+        if is_active and dual.objective.is_constrained:
+            logs["max_acting_violation"] = _largest(dual.acting_violations(losses), problem)
+        if dual.guard is not None and dual.guard.rise is not None:
+            logs["last_layer_rise"] = dual.guard.rise
+        logs["lagrangian"] = (losses[-1] + multipliers @ violations).item()
+        return logs
+
+    # ---- the closing report ----
+
+    def report(self) -> dict[str, float]:
+        """Log what the constraints asked and what training reached in the last tenth of the run, as far as they were
+        active there; returns the largest violation as a metric.
+
+        These means are no certificate: the model, or the multipliers, were fitted to this data.
+        """
+        self._warn_of_faults()
+        self._warn_of_rise()
+        dual = self._dual
+        problem = dual.problem
+        rows = self.closing.rows  # [steps, layers]
+        if problem is None or not len(rows):
+            return {}
+
+        losses = torch.from_numpy(rows.mean(0))  # [layers]
+        at_chance = AT_CHANCE * problem.chance
+        has_learned = is_below(rows[:, -1], at_chance)
+        data = "training batches" if dual.held_out is None else "readings of held-out rows"
+        steps = f"On the last {len(rows)} {data}"
+        table = self._table(losses, has_learned)
+        if problem.feasible(losses) and has_learned:
+            logger.info(f"{steps} every constraint is within its tolerance:\n{table}")
+        elif dual.objective.moves_multipliers and has_learned:
+            logger.warning(
+                f"{steps} NOT every constraint is within its tolerance:\n{table}\n"
+                f"Ask for less ({self._ways_to_ask_less()}), or train longer."
+            )
+        elif dual.objective.moves_multipliers:
+            advice = "Train longer, or raise `learning_rate`."
+            if losses[-1] < at_chance:
+                advice = "These steps are too few to tell."
+            logger.warning(f"{steps} f_L is not clearly below chance:\n{table}\n{advice}")
+        return {"train_max_violation": problem.max_violation(losses).item()}
+
+    def _table(self, losses: torch.Tensor, has_learned: bool) -> str:
+        """What each constraint asked of these losses `[L]` and what it reached, and the descent share."""
+        problem = self._dual.problem
+        multipliers = self._dual.multipliers.values.tolist()
+        asked, tolerances = problem.bounds(losses)
+        lines = ["constraint: asked, reached, tolerance, multiplier"]
+        for row in problem.rows:
+            numbers = (
+                asked[row.index].item(),
+                losses[row.layer - 1].item(),
+                tolerances[row.index].item(),
+                multipliers[row.index],
+            )
+            lines.append(f"{row.name}: {', '.join(f'{number:.4g}' for number in numbers)}")
+
+        share = problem.descent_share(losses) if has_learned else None
+        if share is not None:
+            lines.append(f"descent share now: {share:.2f}")
+        share = problem.descent_share(self._dual.warmup_losses)
+        if share is not None:
+            lines.append(f"descent share after warm-up, of plain training: {share:.2f}")
+        return "\n".join(lines)
+
+    def _ways_to_ask_less(self) -> str:
+        """The settings by which this problem asks for less."""
+        args = self._dual.args
+        ways = []
+        if self._dual.problem.follows:
+            ways.append(f"a `descent_strength` below {args.descent_strength:g}")
+        elif args.layer_rows is not None:
+            ways.append("a smaller `descent_alpha`")
+        if args.layer_rows is not None:
+            ways += ["fewer `constrained_layers`", "`exit_targets` for the layers that you need"]
+        if args.exit_targets or args.loss_targets:
+            ways.append("higher targets")
+        return ", ".join(ways)
+
+    # ---- warnings ----
+
+    def _warn_of_rise(self) -> None:
+        """Log, once, that the loss of the last layer has risen by more than its limit."""
+        guard = self._dual.guard
+        if guard is None or guard.highest_rise() is None or not self.is_first("rise"):
+            return
+        highest, best = guard.highest_rise()
+        logger.warning(
+            f"The constraints make the last layer worse: its loss rose from {best:.4g} to {highest:.4g} "
+            f"({(highest - best) / abs(best):+.1%}). The multipliers shrink while it is more than "
+            f"{guard.max_rise:.1%} above its best value (`max_last_layer_rise`), so that the constraints give way. "
+            f"Ask for less: {self._ways_to_ask_less()}."
+        )
+
+    def check_progress(self, step: int) -> None:
+        """Log, once each, a constraint whose multiplier keeps rising while its violation does not fall.
+
+        Compares a window of 50 steps or more with the one before it.
+        """
+        dual = self._dual
+        least = LEAST_CHECKED if dual.held_out is None else LEAST_CHECKED_HELD_OUT
+        steps = max(least, (dual.max_steps - dual.active_from) // PROGRESS_CHECKS)
+        active = step - dual.active_from
+        is_time = dual.objective.moves_multipliers and active > 0 and active % steps == 0
+        if not is_time or self._since_check[-1] == 0:
+            return
+
+        losses = self._since_check[:-1] / self._since_check[-1]
+        self._since_check.fill(0)
+        asked, tolerances = dual.problem.bounds(losses)
+        violations = dual.problem.violations(losses) - tolerances
+        multipliers = dual.multipliers.values.numpy()
+        last_check = self._last_check
+        self._last_check = violations, multipliers
+        if last_check is None:
+            return
+
+        violations_before, multipliers_before = last_check
+        risen = (1.05 * multipliers_before).clip(0, dual.args.multiplier_max)
+        rises = (multipliers > 0) & (multipliers >= risen)  # or is at its cap
+        is_stuck = (violations > 0) & (violations > 0.95 * violations_before) & rises
+        for row in dual.problem.rows:
+            if is_stuck[row.index] and self.is_first(f"constraint {row.name}"):
+                logger.warning(
+                    f"The multiplier of constraint {row.name} keeps rising, or is at its maximum, but its violation "
+                    f"did not fall in the last {steps} steps: it asks for a loss of {asked[row.index].item():.4g}, "
+                    f"and layer {row.layer} is at {losses[row.layer - 1].item():.4g}. If this goes on, ask for less "
+                    f"({self._ways_to_ask_less()})."
+                )
+
+    def _warn_of_faults(self) -> None:
+        """Log once a layer whose loss was not finite."""
+        if self._is_faulty.any() and self.is_first("nonfinite"):
+            layer = self._is_faulty.argmax() + 1
+            logger.error(
+                f"The loss of layer {layer} was not finite; such steps do not move the multipliers."
+            )
+
+
+def _numbered(name: str, values: np.ndarray) -> dict[str, float]:
+    return {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
+
+
+def _largest(violations: np.ndarray, problem: DescentProblem) -> float:
+    return max(violations[row.index].item() for row in problem.rows)

@@ -1,0 +1,39 @@
+"""The way of a few numbers between the device, where layer losses arise, and the host, where multipliers move.
+
+On a GPU both ways are asynchronous. The numbers of a step are needed again when the next step has run the model's
+layers. By then they have long arrived, so the wait for them costs nothing, and the device has the work of the next
+step before it.
+"""
+
+import numpy as np
+import torch
+
+
+class HostCopy:
+    """A copy of a small tensor, on its way to the host.
+
+    On devices other than a GPU of CUDA or ROCm the copy is made when it is read.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor.detach().float()
+        self._arrival: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            on_device = self._tensor
+            self._tensor = torch.empty(on_device.shape, pin_memory=True)
+            self._tensor.copy_(on_device, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> np.ndarray:
+        """The numbers in float32, once they have arrived."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._tensor.cpu().numpy()
+
+
+def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The numbers in float32 on a device; does not wait for it."""
+    tensor = torch.empty(values.shape, pin_memory=device.type == "cuda")
+    tensor.numpy()[...] = values
+    return tensor.to(device, non_blocking=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .compat import CheckpointingArguments
-from .constraints.objectives import OBJECTIVES
+from .constraints.objectives import OBJECTIVES, Descent, FixedMultipliers
 from .constraints.problem import (
     LARGEST,
     PATHS,
@@ -39,6 +39,11 @@ JSON_ARGUMENTS = (
     "descent_alpha", "initial_loss_bound", "constrained_layers", "exit_targets", "loss_targets", "fixed_multipliers",
     "max_last_layer_rise", "noise_gamma", "eval_gammas",
 )  # fmt: skip
+# The words that some of them take.
+WORDS = {
+    "descent_alpha": "'auto', 'line' or 'steps'",
+    "max_last_layer_rise": "None for no limit",
+}
 # The least and the greatest value of a number, where it is given.
 LIMITS = {
     **dict.fromkeys(
@@ -49,11 +54,12 @@ LIMITS = {
     **dict.fromkeys(("readout_token_fraction", "descent_strength"), (SMALLEST, 1.0)),
     "target_margin": (0.0, 0.5),
 }
-# Where not given: with rows that compare layers, and for targets alone, by measurement (docs/results.md).
-DUAL_DEFAULTS = {
-    "dual_optim": ("adam", "pi"), "dual_learning_rate": (0.02, 0.04), "dual_warmup_steps": (0.25, 0.0),
-    "target_margin": (0.02, 0.1),
-}  # fmt: skip
+CHOICES = {
+    "objective": OBJECTIVES,
+    "dual_optim": ("adam", "pi", "sgd"),
+    "resilience_form": ("weight_decay", "slack"),
+    "negative_weights": ("keep", "clip", "detach"),
+}
 # Names of metrics, after any prefix: the loss of a layer, any value of one, what only an evaluation under constraints
 # has, and what a worse last layer improves.
 LAYER_LOSS = re.compile(r"layer_loss_\d+$")
@@ -67,15 +73,13 @@ def _help_from_docstring(cls: type) -> type:
     paragraphs = re.split(
         r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__ or "").replace("\n    ", "\n\t")
     )
-    helps = {
-        p.split(" ", 1)[0]: " ".join(p.split(":\n", 1)[-1].split("\n\n")[0].split())
-        for p in paragraphs
-    }
+    helps = {}
+    for paragraph in paragraphs:
+        name = paragraph.split(" ", 1)[0]
+        text = paragraph.split(":\n", 1)[-1].split("\n\n")[0]
+        helps[name] = " ".join(text.split()).replace("%", "%%")
     for argument in dataclasses.fields(cls):
-        argument.metadata = {
-            **argument.metadata,
-            "help": helps.get(argument.name, "").replace("%", "%%"),
-        }
+        argument.metadata = {**argument.metadata, "help": helps.get(argument.name, "")}
     return cls
 
 
@@ -83,10 +87,14 @@ def _help_from_docstring(cls: type) -> type:
 class DualSettings:
     """Settings of the dual step whose defaults depend on the constraints."""
 
-    optim: str
-    learning_rate: float
-    warmup_steps: float
-    target_margin: float
+    dual_optim: str = "adam"
+    dual_learning_rate: float = 0.02
+    dual_warmup_steps: float = 0.25
+    target_margin: float = 0.02
+
+
+# The defaults for targets alone, by measurement (docs/results.md).
+DUAL_SETTINGS_OF_TARGETS = DualSettings("pi", 0.04, 0.0, 0.1)
 
 
 @_help_from_docstring
@@ -177,8 +185,8 @@ class DescentArguments:
         In "layerskip" train every so many exits, one layer further with each step: the rotational curriculum. Where
         not given the gradual one: from the last layer down, all exits from half of the steps on.
     fixed_multipliers (`str` or `list[float]`, *optional*):
-        Multipliers of the objective "fixed": one per row (by default a layer), or the folder of a constrained run,
-        whose final multipliers and problem are used.
+        Multipliers of the objective "fixed": one per constraint (by default a layer), or the folder of a constrained
+        run, whose final multipliers and problem are used.
 
     > Parameters that control the readout of large vocabularies
 
@@ -200,7 +208,7 @@ class DescentArguments:
         Noise levels of `evaluate_robustness`.
     """
 
-    dual_defaults: ClassVar = DUAL_DEFAULTS
+    dual_defaults: ClassVar[DualSettings] = DualSettings()
 
     objective: str = field(default="descent")
     descent_alpha: Json | None = field(default=None)
@@ -239,75 +247,50 @@ class DescentArguments:
     def __post_init__(self):
         if isinstance(self, TrainingArguments):  # else it is for a loop without a Trainer
             super().__post_init__()
-            name = self.metric_for_best_model or ""
-            if LAYER_LOSS.search(name) or name.endswith("max_violation"):
-                self.greater_is_better = (
-                    False  # as TrainingArguments knows of names that end in "loss"
-                )
+            # As TrainingArguments knows of names that end in "loss".
+            name = self.metric_for_best_model
+            if name is not None and (LAYER_LOSS.search(name) or name.endswith("max_violation")):
+                self.greater_is_better = False
         self.check_descent_arguments()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        filled = vars(self).get(
-            "_filled", {}
-        )  # what is given later is no default, though it may equal one
-        vars(self)["_filled"] = {other: filled[other] for other in filled if other != name}
-        super().__setattr__(name, value)
 
     def check_descent_arguments(self) -> None:
         """Parse JSON texts and check every descent argument; ValueError names the argument, its value and the remedy.
 
         Called again when training starts, since a hyperparameter search sets the arguments one by one.
         """
+        self._parse()
+        self._check_choices()
+        self._check_numbers()
+        self._check_constraints()
+        self._check_dual_step()
+        self._check_baselines()
+        self._check_noise()
+        self._check_metric()
+
+    def _parse(self) -> None:
+        """Make Python values of numbers of other kinds, and of JSON texts."""
         for argument in dataclasses.fields(DescentArguments):
-            name, value = argument.name, getattr(self, argument.name)
-            if argument.type in (float, float | None) and (
-                value is not None or argument.default is not None
-            ):
+            name = argument.name
+            value = getattr(self, name)
+            is_unset = value is None and argument.default is None
+            if argument.type in (float, float | None) and not is_unset:
                 # A search casts to the type of the value it finds, so an int would truncate.
                 try:
-                    vars(self)[name] = float(value)
+                    setattr(self, name, float(value))
                 except (TypeError, ValueError):
                     raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
             elif name in JSON_ARGUMENTS:
                 setattr(self, name, _parse(name, value))
-        is_alone = self.objective == "descent" and self.layer_rows is None and not self.resilience
-        filled = self._filled = dict(
-            vars(self).get("_filled", {})
-        )  # what nobody gave, for targets that come later
-        for name, (beside, alone) in self.dual_defaults.items():
-            if getattr(self, name) in (None, filled.get(name)):
-                vars(self)[name] = filled[name] = alone if is_alone else beside
-        for name, choices in (
-            ("objective", OBJECTIVES),
-            ("dual_optim", ("adam", "pi", "sgd")),
-            ("resilience_form", ("weight_decay", "slack")),
-            ("negative_weights", ("keep", "clip", "detach")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}."
-                )
-        if self.dual_optim == "pi" and self.resilience:
-            raise ValueError(
-                f"`resilience` is {self.resilience}, which is not for `dual_optim` 'pi': choose 'adam'."
-            )
-        if not self.follows and self.layer_rows is not None:
-            check_alpha(self.descent_alpha)
-        for name in ("exit_targets", "loss_targets"):
-            setattr(self, name, check_targets(name, getattr(self, name)) or None)
-        for layer, share in (self.exit_targets or {}).items():
-            if share > 1:
-                meant = f"{share:g} % is {{{layer}: {share / 100:g}}}"
-                raise ValueError(
-                    f"`exit_targets` is {self.exit_targets}: of layer {layer} it asks for a loss that is at most "
-                    f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {meant}."
-                )
-        if self.initial_loss_bound != "auto":
-            check_initial_loss_bound(self.initial_loss_bound)
-        check_constrained_layers(self.constrained_layers)
-        if self.constrained_layers and self.layer_rows is None and self.objective == "descent":
-            given = f"`constrained_layers` is {self.constrained_layers}, which does nothing beside targets alone"
-            raise ValueError(f"{given}: add descent_alpha='line' to your targets, or leave it out.")
+        if isinstance(self.eval_gammas, int | float):
+            self.eval_gammas = [self.eval_gammas]
+
+    def _check_choices(self) -> None:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices and not (value is None and name == "dual_optim"):
+                raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(choices)}.")
+
+    def _check_numbers(self) -> None:
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             # Between 0 and the smallest number nothing can be divided or squared.
@@ -315,47 +298,45 @@ class DescentArguments:
                 raise ValueError(
                     f"`{name}` is {value}; give a number between {least:g} and {most:g}."
                 )
-        self._check_last_layer_rise()
+
+    def _check_constraints(self) -> None:
+        if self.layer_rows is not None and not self.follows:
+            check_alpha(self.descent_alpha)
+        if self.initial_loss_bound != "auto":
+            check_initial_loss_bound(self.initial_loss_bound)
+        check_constrained_layers(self.constrained_layers)
+        for name in ("exit_targets", "loss_targets"):
+            setattr(self, name, check_targets(name, getattr(self, name)) or None)
+
+        for layer, share in (self.exit_targets or {}).items():
+            if share > 1:
+                raise ValueError(
+                    f"`exit_targets` is {self.exit_targets}: of layer {layer} it asks for a loss that is at most "
+                    f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {share:g} % is "
+                    f"{{{layer}: {share / 100:g}}}."
+                )
+        if self.constrained_layers and self.layer_rows is None and self.objective == Descent.name:
+            raise ValueError(
+                f"`constrained_layers` is {self.constrained_layers}, which does nothing beside targets alone: add "
+                "descent_alpha='line' to your targets, or leave it out."
+            )
+
+    def _check_dual_step(self) -> None:
         if self.dual_holdout is not None:
             raise ValueError(
                 f"`dual_holdout` is {self.dual_holdout}, which is no longer an option: hold rows out of your training "
                 "data, and give them to the trainer as `dual_dataset=`."
             )
-        rotation = self.layerskip_rotation
-        if not (rotation is None or (isinstance(rotation, int) and rotation >= 1)):
+        settings = self.dual_settings
+        if settings.dual_optim == "pi" and self.resilience:
             raise ValueError(
-                f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more."
+                f"`resilience` is {self.resilience}, which is not for `dual_optim` 'pi': choose 'adam'."
             )
-        if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
+        warmup = settings.dual_warmup_steps
+        if warmup > 1 and not warmup.is_integer():
             raise ValueError(
-                f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a share below 1."
+                f"`dual_warmup_steps` is {warmup}; give whole steps, or a share below 1."
             )
-        if isinstance(self.eval_gammas, int | float):
-            self.eval_gammas = [self.eval_gammas]
-        for name, levels in (
-            ("noise_gamma", self.noise_gamma),
-            ("eval_gammas", self.eval_gammas or []),
-        ):
-            if not all(0 <= level < math.inf for level in levels_of(name, levels)):
-                raise ValueError(
-                    f"`{name}` is {levels}; noise levels must be numbers, not negative."
-                )
-        if isinstance(gamma := self.noise_gamma, list) and (len(gamma) != 2 or gamma[0] > gamma[1]):
-            raise ValueError(f"`noise_gamma` is {gamma}; a range is [low, high] with low <= high.")
-        kinds = str | list if self.objective == "fixed" else str | list | None
-        if not isinstance(self.fixed_multipliers, kinds):
-            raise ValueError(
-                f"`fixed_multipliers` is {self.fixed_multipliers!r}; give a constrained run or a list."
-            )
-        chosen_by = getattr(self, "metric_for_best_model", None) or ""
-        if chosen_by.endswith(RELATIVE_METRICS):
-            raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, which a worse last layer improves: choose by "
-                "'feasible_score' or the loss."
-            )
-
-    def _check_last_layer_rise(self) -> None:
-        """ValueError unless `max_last_layer_rise` is a share from 0 to 1, or `None`."""
         share = self.max_last_layer_rise
         if share is None:
             return
@@ -366,11 +347,49 @@ class DescentArguments:
                 "for no limit."
             )
 
+    def _check_baselines(self) -> None:
+        rotation = self.layerskip_rotation
+        if rotation is not None and not (isinstance(rotation, int) and rotation >= 1):
+            raise ValueError(
+                f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more."
+            )
+        multipliers = self.fixed_multipliers
+        is_left_out = multipliers is None and self.objective != FixedMultipliers.name
+        if not is_left_out and not isinstance(multipliers, str | list):
+            raise ValueError(
+                f"`fixed_multipliers` is {multipliers!r}; give a constrained run or a list."
+            )
+
+    def _check_noise(self) -> None:
+        for name in ("noise_gamma", "eval_gammas"):
+            levels = getattr(self, name)
+            if levels is None and name == "eval_gammas":
+                continue
+            if not all(0 <= level < math.inf for level in levels_of(name, levels)):
+                raise ValueError(
+                    f"`{name}` is {levels}; noise levels must be numbers, not negative."
+                )
+        gamma = self.noise_gamma
+        if isinstance(gamma, list) and (len(gamma) != 2 or gamma[0] > gamma[1]):
+            raise ValueError(f"`noise_gamma` is {gamma}; a range is [low, high] with low <= high.")
+
+    def _check_metric(self) -> None:
+        metric = getattr(self, "metric_for_best_model", None)
+        if metric is not None and metric.endswith(RELATIVE_METRICS):
+            raise ValueError(
+                f"`metric_for_best_model` is {metric!r}, which a worse last layer improves: choose by "
+                "'feasible_score' or the loss."
+            )
+
     @property
     def dual_settings(self) -> DualSettings:
-        """The settings of the dual step, those that were not given by their defaults."""
-        return DualSettings(
-            self.dual_optim, self.dual_learning_rate, self.dual_warmup_steps, self.target_margin
+        """The settings of the dual step; those that were not given have the defaults of the constraints."""
+        is_descent = self.objective == Descent.name
+        has_targets_alone = is_descent and self.layer_rows is None and not self.resilience
+        defaults = DUAL_SETTINGS_OF_TARGETS if has_targets_alone else self.dual_defaults
+        given = {name: getattr(self, name) for name in vars(defaults)}
+        return dataclasses.replace(
+            defaults, **{name: value for name, value in given.items() if value is not None}
         )
 
     @property
@@ -405,18 +424,13 @@ class DescentArguments:
         if isinstance(args, cls) and not fields:
             return args
         own = {argument.name for argument in dataclasses.fields(cls) if argument.init}
-        given = {
+        arguments = {
             argument.name: getattr(args, argument.name)
             for argument in dataclasses.fields(args)
-            if argument.init
+            if argument.init and argument.name in own
         }
-        filled = vars(args).get("_filled", {}).items()
-        given = {
-            name: value
-            for name, value in given.items()
-            if name in own and (name, value) not in filled
-        }
-        config = cls(**{**given, **fields})
+        arguments.update(fields)
+        config = cls(**arguments)
         for name, value in vars(args).items():
             if not hasattr(config, name):
                 setattr(config, name, value)
@@ -465,10 +479,7 @@ def _parse(name: str, value: Any) -> Any:
     for read in (json.loads, float, ast.literal_eval):  # JSON has neither `.5` nor `{3: 0.05}`
         with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
-    words = {
-        "descent_alpha": "'auto', 'line' or 'steps'",
-        "max_last_layer_rise": "None for no limit",
-    }.get(name, "'auto' where it takes it")
+    words = WORDS.get(name, "'auto' where it takes it")
     raise ValueError(
         f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}."
     )

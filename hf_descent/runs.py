@@ -133,6 +133,7 @@ def training_arguments(args: DescentArguments) -> dict[str, Any]:
     recorded = {}
     for name in (*own_names, *TRAINING_ARGUMENTS):
         recorded[name] = as_python(getattr(args, name))
+    recorded.update(dataclasses.asdict(args.dual_settings))
 
     for argument in dataclasses.fields(args):
         name = argument.name

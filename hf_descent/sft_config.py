@@ -6,7 +6,7 @@ from typing import ClassVar
 from trl import SFTConfig
 
 from .compat import CheckpointingArguments, UnchunkedLoss
-from .configs import DUAL_DEFAULTS, DescentArguments
+from .configs import DescentArguments, DualSettings
 
 
 @dataclass
@@ -15,4 +15,4 @@ class SFTDescentConfig(DescentArguments, CheckpointingArguments, UnchunkedLoss, 
 
     # Early layers of a language model begin far above the loss of guessing, so that small multipliers move them, and
     # large ones throw the last layer off (docs/starting_guide.md).
-    dual_defaults: ClassVar = {**DUAL_DEFAULTS, "dual_learning_rate": (0.0002, 0.04)}
+    dual_defaults: ClassVar[DualSettings] = DualSettings(dual_learning_rate=0.0002)

@@ -136,12 +136,7 @@ def test_targets_alone_have_dual_settings_of_their_own(tmp_path, given, expected
     later.check_descent_arguments()  # as for the trials of a search
     converted = DescentConfig.from_training_arguments(before, **{"loss_targets": None} | given)
     for args in (DescentConfig(tmp_path, **given), later, converted):
-        assert (
-            args.dual_optim,
-            args.dual_learning_rate,
-            args.dual_warmup_steps,
-            args.target_margin,
-        ) == expected
+        assert dataclasses.astuple(args.dual_settings) == expected
 
 
 @pytest.mark.parametrize(

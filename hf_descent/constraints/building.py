@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def end_of_warmup(args: "DescentArguments", start_step: int, max_steps: int) -> int:
     """The first step whose constraints act, where the warm-up is counted from `start_step`."""
-    warmup = args.dual_settings.warmup_steps
+    warmup = args.dual_settings.dual_warmup_steps
     steps = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
     end = start_step + steps
     if end >= max_steps > 0 and objective_class(args.objective).is_constrained:
@@ -90,8 +90,8 @@ def multipliers_of(args: "DescentArguments", num_rows: int) -> Multipliers:
     """Multipliers at 0, with the dual rule of the arguments."""
     return Multipliers(
         num_rows,
-        args.dual_settings.learning_rate,
-        optim=args.dual_settings.optim,
+        args.dual_settings.dual_learning_rate,
+        optim=args.dual_settings.dual_optim,
         resilience=args.resilience,
         resilience_form=args.resilience_form,
         slack_learning_rate=args.slack_learning_rate,

@@ -430,8 +430,8 @@ class DualState:
         schedule = {name: getattr(args, name) for name in SCHEDULE}
         schedule["num_layers"] = self.num_layers
         schedule["descent_alpha"] = "auto" if args.layer_rows == "line" else args.layer_rows
-        schedule["dual_warmup_steps"] = args.dual_settings.warmup_steps
-        schedule["dual_optim"] = args.dual_settings.optim
+        schedule["dual_warmup_steps"] = args.dual_settings.dual_warmup_steps
+        schedule["dual_optim"] = args.dual_settings.dual_optim
         return json.loads(json.dumps(schedule))
 
 

@@ -60,7 +60,7 @@ def naive_multipliers(args, problem, steps):
             violation = (losses[layer - 1] - factor * before) / scale
             if alpha in ("line", "steps") and not 0 < ratio < 1:
                 violation = min(violation, 0.0)
-            raised = values[layer - 1] + args.dual_learning_rate * (
+            raised = values[layer - 1] + args.dual_settings.dual_learning_rate * (
                 violation - args.resilience * values[layer - 1]
             )
             values[layer - 1] = min(max(raised, 0.0), args.multiplier_max or math.inf)
@@ -91,7 +91,7 @@ def test_any_settings_give_right_multipliers_or_an_error_that_names_them(tmp_pat
         assert torch.isfinite(values).all() and (values >= 0).all()
         assert args.multiplier_max is None or (values <= args.multiplier_max + 1e-6).all()
         plain = (
-            args.dual_optim == "sgd"
+            args.dual_settings.dual_optim == "sgd"
             and args.resilience_form == "weight_decay"
             and state.active_from == 0
         )

@@ -23,11 +23,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from .problem import DescentProblem
-
 
 if TYPE_CHECKING:
-    from ..configs import DescentArguments
+    from .state import DualState
 
 
 @dataclass
@@ -44,13 +42,7 @@ class StepObjective:
 
 
 class Objective:
-    """What a run minimises.
-
-    Args:
-        args (`DescentArguments`): the checked arguments.
-        num_layers (`int`): number of layers L.
-        max_steps (`int`): optimizer steps of the run.
-    """
+    """What a run minimises; `dual` is the [`DualState`] of that run."""
 
     name: ClassVar[str]
     is_constrained: ClassVar[bool] = True  # whether it asks something of each layer
@@ -59,23 +51,20 @@ class Objective:
     is_linear: ClassVar[bool] = True
     takes_coefficient: ClassVar[bool] = False  # whether `penalty_coefficient` says something
 
-    def __init__(self, args: "DescentArguments", num_layers: int, max_steps: int):
-        self.args = args
-        self.num_layers = num_layers
-        self.max_steps = max_steps
-
-    def trained_layers(self, problem: DescentProblem | None) -> set[int]:
+    def trained_layers(self, dual: "DualState") -> set[int]:
         """The layers (1-based) below the last whose losses it depends on at some step."""
-        return set() if problem is None else set(problem.layers)
+        return set() if dual.problem is None else set(dual.problem.layers)
 
-    def skips(self, layer: int, step: int) -> bool:
+    def skips(self, dual: "DualState", layer: int, step: int) -> bool:
         """Whether a trained layer has no weight at `step`."""
         return False
 
-    def weights(
-        self, step: int, problem: DescentProblem | None, multipliers: np.ndarray, level: float
-    ) -> np.ndarray:
+    def weights(self, dual: "DualState", step: int) -> np.ndarray:
         """The weights of the layer losses, `[L]`, of an objective that is linear in them."""
+        raise NotImplementedError
+
+    def penalty(self, violations: torch.Tensor, coefficient: float) -> torch.Tensor:
+        """What one that is not linear adds to f_L for the violations `[rows]`; a scalar with their graph."""
         raise NotImplementedError
 
 
@@ -83,11 +72,11 @@ class PlainTraining(Objective):
     name = "erm"
     is_constrained = False
 
-    def trained_layers(self, problem):
+    def trained_layers(self, dual):
         return set()
 
-    def weights(self, step, problem, multipliers, level):
-        weights = np.zeros(self.num_layers)
+    def weights(self, dual, step):
+        weights = np.zeros(dual.num_layers)
         weights[-1] = 1.0
         return weights
 
@@ -96,12 +85,11 @@ class FixedMultipliers(Objective):
     name = "fixed"
     has_multipliers = True
 
-    def weights(self, step, problem, multipliers, level):
-        has_fixed_references = self.args.negative_weights == "detach"
-        weights = problem.weights(multipliers, level, has_fixed_references)
-        if self.args.negative_weights == "clip":
-            weights = weights.clip(min=0)
-        return weights
+    def weights(self, dual, step):
+        handling = dual.args.negative_weights
+        multipliers = dual.multipliers.values.numpy()
+        weights = dual.problem.weights(multipliers, dual.level, detach=handling == "detach")
+        return weights.clip(min=0) if handling == "clip" else weights
 
 
 class Descent(FixedMultipliers):
@@ -114,13 +102,13 @@ class DeepSupervision(Objective):
     is_constrained = False
     takes_coefficient = True
 
-    def trained_layers(self, problem):
-        return set(self.args.constrained_layers or range(1, self.num_layers + 1))
+    def trained_layers(self, dual):
+        return set(dual.args.constrained_layers or range(1, dual.num_layers + 1))
 
-    def weights(self, step, problem, multipliers, level):
-        weights = np.zeros(self.num_layers)
-        for layer in self.trained_layers(problem):
-            weights[layer - 1] = self.args.penalty_coefficient
+    def weights(self, dual, step):
+        weights = np.zeros(dual.num_layers)
+        for layer in self.trained_layers(dual):
+            weights[layer - 1] = dual.args.penalty_coefficient
         weights[-1] = 1.0
         return weights
 
@@ -130,20 +118,20 @@ class LayerSkip(Objective):
     is_constrained = False
     takes_coefficient = True
 
-    def trained_layers(self, problem):
-        return set(range(2, self.num_layers + 1))  # the weight of the first layer is 0
+    def trained_layers(self, dual):
+        return set(range(2, dual.num_layers + 1))  # the weight of the first layer is 0
 
-    def skips(self, layer, step):
-        rotation = self.args.layerskip_rotation
-        return not layerskip_enabled(layer, self.num_layers, step, self.max_steps, rotation)
+    def skips(self, dual, layer, step):
+        rotation = dual.args.layerskip_rotation
+        return not layerskip_enabled(layer, dual.num_layers, step, dual.max_steps, rotation)
 
-    def weights(self, step, problem, multipliers, level):
+    def weights(self, dual, step):
         return layerskip_weights(
-            self.num_layers,
+            dual.num_layers,
             step,
-            self.max_steps,
-            self.args.layerskip_rotation,
-            self.args.penalty_coefficient,
+            dual.max_steps,
+            dual.args.layerskip_rotation,
+            dual.args.penalty_coefficient,
         )
 
 
@@ -152,17 +140,14 @@ class Hinge(Objective):
     is_linear = False
     takes_coefficient = True
 
-    @staticmethod
-    def penalty(violations: torch.Tensor, coefficient: float) -> torch.Tensor:
-        """What is added to f_L for the violations `[rows]`; a scalar with their graph."""
+    def penalty(self, violations, coefficient):
         return coefficient * violations.clamp(min=0).sum()
 
 
 class Quadratic(Hinge):
     name = "quadratic"
 
-    @staticmethod
-    def penalty(violations: torch.Tensor, coefficient: float) -> torch.Tensor:
+    def penalty(self, violations, coefficient):
         return coefficient * 0.5 * violations.clamp(min=0).square().sum()
 
 

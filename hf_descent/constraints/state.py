@@ -75,7 +75,7 @@ class DualState:
         self.device = torch.device(device)
         self.held_out = held_out
         self.constant = constant
-        self.objective = objective_class(args.objective)(args, num_layers, max_steps)
+        self.objective = objective_class(args.objective)()
         self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance
         self.problem: DescentProblem | None = None
@@ -111,7 +111,7 @@ class DualState:
     @property
     def trained_layers(self) -> list[int]:
         """The layers (1-based) whose losses the objective depends on at some step."""
-        return sorted({*self.objective.trained_layers(self.problem), self.num_layers})
+        return sorted({*self.objective.trained_layers(self), self.num_layers})
 
     def objective_at(self, step: int) -> StepObjective:
         """What this step minimises."""
@@ -120,7 +120,7 @@ class DualState:
             return StepObjective(_last_loss, [self.num_layers], trained)
         if not self.objective.is_linear:
             return StepObjective(self._penalised, trained, trained, is_linear=False)
-        weighted = [layer for layer in trained if not self.objective.skips(layer, step)]
+        weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
         return StepObjective(partial(self._weighted_sum, step=step), weighted, trained)
 
     def _weighted_sum(
@@ -148,9 +148,7 @@ class DualState:
 
     def layer_weights(self, step: int) -> np.ndarray:
         """The same on the host."""
-        level = 0.0 if self.problem is None else self.level
-        multipliers = self.multipliers.values.numpy()
-        weights = self.objective.weights(step, self.problem, multipliers, level)
+        weights = self.objective.weights(self, step)
         if self.args.normalize_weights:
             weights = weights / np.abs(weights).sum()
         return weights

@@ -56,7 +56,7 @@ def test_the_weights_of_linear_objectives(tmp_path, objective, settings, expecte
 def test_penalties_by_hand(tmp_path, detach):
     losses = torch.tensor([1.2, 0.7, 0.8], requires_grad=True)
     excess = [1.2 - 0.9, 0.0, 0.8 - 0.7 * 0.7]  # the second constraint holds: 0.7 <= 0.8 * 1.2
-    assert Hinge.penalty(torch.tensor(excess), 2.0).item() == pytest.approx(2 * sum(excess))
+    assert Hinge().penalty(torch.tensor(excess), 2.0).item() == pytest.approx(2 * sum(excess))
     for objective, slopes in (
         ("hinge", [0.4, 0.4]),
         ("quadratic", [0.4 * excess[0], 0.4 * excess[2]]),

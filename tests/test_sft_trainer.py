@@ -311,7 +311,7 @@ def test_language_models_have_a_dual_rate_of_their_own(tmp_path, given, rate):
         SFTDescentConfig(str(tmp_path), use_cpu=True, **given),
         SFTDescentConfig.from_training_arguments(of_others),
     ):
-        assert args.dual_learning_rate == rate
+        assert args.dual_settings.dual_learning_rate == rate
 
 
 @pytest.mark.parametrize("objective", ["descent", "erm"])

@@ -14,9 +14,7 @@ def state(tmp_path, objective, **settings):
         "initial_loss_bound": 1.0,
         "penalty_coefficient": 0.4,
     } | settings
-    made = DualState(
-        config(tmp_path, objective=objective, dual_warmup_steps=0, **given), 3, 10, 0
-    )
+    made = DualState(config(tmp_path, objective=objective, dual_warmup_steps=0, **given), 3, 10, 0)
     made.multipliers.values = torch.tensor([0.5, 1.0, 2.0])
     return made
 

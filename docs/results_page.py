@@ -710,11 +710,13 @@ def layer_sets() -> str:
     for run in lines_of("layer_sets.jsonl"):
         settings = run["settings"]
         layers = script("layer_sets").layers_in(settings["layers"])
-        cells = [settings["layers"], str(len(layers)), str(settings["steps"])]
+        cells = [f"{settings['layers']} kept", str(len(layers)), str(settings["steps"])]
+        cells.append(f"{run['seconds'] / 60:.1f}")
         cells += [f"{run[when]['ratio']:.2f}" for when in ("before", "after")]
         cells += [f"{run[when]['agreement']:.2f}" for when in ("before", "after")]
         rows.append(cells)
-    header = ["layers kept", "number", "steps", "loss, whole model = 1, before", "after healing"]
+    header = ["layers", "number", "steps of healing", "minutes of one core"]
+    header += ["loss, whole model = 1, before", "after healing"]
     return markdown([*header, "same token, before", "same token, after"], rows)
 
 

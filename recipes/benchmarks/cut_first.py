@@ -127,7 +127,7 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, float, int, dict]]:
 
     for arm in options.arms or chosen:
         losses = {}
-        for rate in RATES[options.task]:
+        for rate in options.rates or RATES[options.task]:
             result = run(arm, rate, first)
             losses[rate] = last_loss(result)
             yield arm, rate, first, result
@@ -148,6 +148,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=RATES)
     parser.add_argument("--arms", nargs="+", help="all where not given")
+    parser.add_argument("--rates", type=float, nargs="+", help="the task's own where not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
     parser.add_argument("--rt_polarity", help="folder with train, validation and test.parquet")

@@ -35,6 +35,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results, results_of_weights
+from .training.compared_runs import earlier_last_layer, plain_loss_of, plain_loss_on
 from .training.plain_arm import train_both
 from .training.records import Evaluation, RunRecord, StepTotals, counted_step, name_of_set
 from .training.run import DescentRun
@@ -314,20 +315,21 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        with self._run.evaluating(self._evaluation_of(eval_dataset)):
+        plain_loss = self._plain_loss_on(eval_dataset)
+        with self._run.evaluating(self._evaluation_of(eval_dataset, plain_loss)):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset, *args, **kwargs):
         with self._run.evaluating(self._evaluation_of(test_dataset)):
             return super().predict(test_dataset, *args, **kwargs)
 
-    def _evaluation_of(self, dataset) -> Evaluation:
+    def _evaluation_of(self, dataset, plain_loss: float | None = None) -> Evaluation:
         # Of several evaluation sets each is evaluated by a call inside that of all.
         in_training_loop = self._run.evaluation.in_training_loop
         if self.is_in_train and self.control.should_evaluate:
             in_training_loop = True
         name = name_of_set(self.eval_dataset, dataset)
-        return Evaluation(name, self._overlaps_training(dataset), in_training_loop)
+        return Evaluation(name, self._overlaps_training(dataset), in_training_loop, plain_loss)
 
     def _overlaps_training(self, dataset) -> bool:
         """Whether an evaluation is known to be on rows that trained the model, or chose its checkpoint or settings."""
@@ -336,6 +338,17 @@ class DescentMixin:
             self, self._dual_dataset, run.has_started, run.record.searched
         )
         return holdout.overlaps_training(self, dataset, known)
+
+    def _plain_loss_on(self, dataset) -> float | None:
+        """f_L of a plain run beside this one on the data of an evaluation, which is looked for once."""
+        name = name_of_set(self.eval_dataset, dataset)
+        known = self._run.record.plain_losses
+        if name in known:
+            return known[name]
+        loss = plain_loss_on(self, dataset, self._run.has_started, self._readout)
+        if name is not None:
+            known[name] = loss
+        return loss
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         loop = partial(super().evaluation_loop, dataloader, description, *args, **kwargs)
@@ -366,7 +379,7 @@ class DescentMixin:
             return
 
         readings = self._last_layer_readings(run.evaluation.set_name)
-        of_other_data = run.references.of_other_data()
+        of_other_data = earlier_last_layer(self, run.references, run.has_started)
         rows = evaluation.gathered(self.accelerator, run.totals, readings, of_other_data)
         additions, certificate = evaluation.layer_metrics(
             run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
@@ -488,13 +501,14 @@ class DescentMixin:
         rows = self._held_out(eval_dataset)
         profile = layer_profile(model, rows, **settings)
         if not (has_noise or profile.references):
-            profile.references = references.of_other_data()
+            profile.references = earlier_last_layer(self, references, self._run.has_started)
 
         if self._run.judge is None and "problem" not in kwargs:
             self._run.judge_profile(self, profile)
         if profile.problem is not None:
             overlaps_training = self._overlaps_training(rows)
-            evaluation.add_facts(profile, self._run.judge, overlaps_training, self.args)
+            plain_loss = plain_loss_of(self, profile, rows, self._run.has_started, self._readout)
+            evaluation.add_facts(profile, self._run.judge, overlaps_training, plain_loss)
         self._run.record.keep_profile(profile)
         return profile
 

@@ -45,6 +45,7 @@ class LayerProfile(Result):
             the source of the intervals of the loss and of the verdict; profiles of version 0.2 have blocks alone.
         whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
         references (`list`): f_L at earlier times of the run, see [`certify`].
+        batch_size (`int`, *optional*): of the batches that `data` tells of.
     """
 
     metric: str
@@ -60,6 +61,7 @@ class LayerProfile(Result):
     row_sums: np.ndarray | None = None
     whole_batches: int = 0
     references: list[Reference | Mapping[str, Any]] = field(default_factory=list)
+    batch_size: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -94,9 +96,9 @@ class LayerProfile(Result):
             **known,
         )
 
-    def keep_plain(self, plain: "LayerProfile") -> None:
-        """Have verdicts on this profile tell the price beside that of plain training on the same data."""
-        self.facts["plain"] = float(plain.losses[-1])
+    def keep_plain(self, loss: float) -> None:
+        """Have verdicts on this profile tell the price beside plain training, whose f_L on the same data is `loss`."""
+        self.facts["plain"] = loss
 
     def _rows(self) -> tuple[np.ndarray, int]:
         """What intervals of the loss are made of `[n, L + 1]`, and the least number of it."""
@@ -260,6 +262,7 @@ def layer_profiles(
                 row_sums=rounded(row_sums),
                 whole_batches=gathered.whole_batches,
                 references=[] if gamma else on_same_rows(readings, gathered.earlier),
+                batch_size=getattr(dataset, "batch_size", evaluation.batch_size),
             )
         )
     return profiles

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -99,7 +99,12 @@ def plain_profile(
     folder: str, summary: Mapping[str, Any], profile: LayerProfile
 ) -> LayerProfile | None:
     """The one of [`plain_profiles`] that is of the data and at the noise level of `profile`; `None` without it."""
-    for other in plain_profiles(folder, summary):
+    return of_same_data(plain_profiles(folder, summary), profile)
+
+
+def of_same_data(others: Iterable[LayerProfile], profile: LayerProfile) -> LayerProfile | None:
+    """The one of `others` that is of the data and at the noise level of `profile`; `None` without it."""
+    for other in others:
         if (other.data, other.gamma) == (profile.data, profile.gamma):
             return other
     return None

@@ -15,21 +15,18 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
-from ..configs import DescentArguments
 from ..constraints.objectives import UNCONSTRAINED, WITH_MULTIPLIERS
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
 from ..evaluation import LayerProfile
 from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
-from ..evaluation.price import Reference
-from ..evaluation.side_by_side import plain_profile
+from ..evaluation.price import Reference, on_same_rows
 from ..losses.chance import ChanceLoss, chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..readout.labels import labels_of
 from ..readout.replay import Readout, probing
 from ..readout.stack import inner_model, unwrapped
-from ..runs import training_arguments
 from .checks import check_supported, is_of_layers
 from .judging import chance_in_training, judging_state
 from .preparation import find_task, shared_batch
@@ -223,10 +220,7 @@ def gathered(
     rows = totals.rows.gathered(accelerator.num_processes > 1, list(readings.values()))
     items = reduced(accelerator, torch.as_tensor(totals.items))
 
-    references = []
-    for time, losses_and_items in zip(readings, rows.earlier):
-        if (losses_and_items[:, 1] > 0).any():
-            references.append(Reference.measured(time, losses_and_items, is_same_data=True))
+    references = on_same_rows(readings, rows.earlier)
     if len(references) < len(readings) or not readings:
         references = list(of_other_data)
     return EvaluatedRows(rows.sums, int(items), rows.whole_batches, references)
@@ -323,13 +317,13 @@ def add_facts(
     profile: LayerProfile,
     judge: DescentState | None,
     overlaps_training: bool,
-    args: DescentArguments,
+    plain_loss: float | None,
 ) -> None:
-    """Add to a layer profile what a verdict on it reports: facts of training, and plain training beside it."""
+    """Add to a layer profile what a verdict on it reports: facts of training, and f_L of plain training on the same
+    data."""
     profile.facts = facts_of(judge, profile.problem, overlaps_training)
-    plain = plain_profile(args.output_dir, {"arguments": training_arguments(args)}, profile)
-    if plain is not None:
-        profile.keep_plain(plain)
+    if plain_loss is not None:
+        profile.keep_plain(plain_loss)
 
 
 @contextmanager

@@ -121,6 +121,7 @@ class Evaluation:
     # Whether training was fitted to some of the rows, or chooses its checkpoint by them.
     overlaps_training: bool = False
     in_training_loop: bool = False  # whether `eval_strategy` asks for it
+    plain_loss: float | None = None  # f_L of plain training on the same rows, where it is known
 
 
 @dataclass
@@ -134,8 +135,8 @@ class RunRecord:
     certificate: Certificate | None = None  # of the last `evaluate`
     # Of the last step and of the best one so far.
     certificates: dict[int, Certificate] = field(default_factory=dict)
-    # f_L of plain training beside this, by the names of evaluation sets.
-    plain_losses: dict[str, float] = field(default_factory=dict)
+    # f_L of plain training beside this, by the names of evaluation sets; `None` where there is none.
+    plain_losses: dict[str, float | None] = field(default_factory=dict)
     # What was measured last, beside `certificate`, by the names of the files.
     measured: dict[str, Result] = field(default_factory=dict)
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))

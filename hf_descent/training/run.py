@@ -212,9 +212,8 @@ class DescentRun:
     def keep_certificate(self, certificate: Certificate, state: TrainerState) -> Certificate:
         """Keep the certificate of the present evaluation, beside plain training where that was evaluated on the same
         rows; returns what is kept."""
-        plain = self.record.plain_losses.get(self.evaluation.set_name)
-        if plain is not None:
-            certificate = certificate.with_plain(plain)
+        if self.evaluation.plain_loss is not None:
+            certificate = certificate.with_plain(self.evaluation.plain_loss)
         self.record.keep_certificate(certificate, state.global_step, state.best_global_step)
         return certificate
 

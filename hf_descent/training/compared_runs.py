@@ -1,0 +1,97 @@
+"""Finds what a verdict compares the last layer with, also in a process that has not trained the model."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ..evaluation import LayerProfile
+from ..evaluation.price import Reference
+from ..evaluation.profiles import fingerprint_of
+from ..evaluation.side_by_side import of_same_data, plain_profiles
+from ..runs import RunFolder, training_arguments
+from .chance import drawing_apart
+from .checkpoints import on_first_process
+from .evaluation import settings as evaluation_settings
+from .preparation import loaded_from
+from .references import LastLayerReferences, references_of
+
+
+def earlier_last_layer(
+    trainer: Trainer, references: LastLayerReferences, is_trained: bool
+) -> list[Reference]:
+    """f_L at earlier times, for data of which it was not read: of this training, or of the run that the model was
+    loaded from, where this trainer has not trained it (`is_trained`)."""
+    if is_trained or references.times():
+        return references.of_other_data()
+    return references_of(RunFolder(loaded_from(trainer.model)).summary)
+
+
+def plain_profiles_of(trainer: Trainer, is_trained: bool) -> list[LayerProfile]:
+    """The layer profiles of the plain run beside the run that the trainer's model is from; all processes call it.
+
+    Where this trainer has not trained the model (`is_trained`), that is the run in the folder that the model was
+    loaded from, or one folder above a checkpoint. Else, and where that folder tells of no plain run, it is the run in
+    `output_dir`. Plain runs with other settings than the run's do not count.
+    """
+    args = trainer.args
+    if args.objective == "erm":
+        return []
+    loaded = "" if is_trained else loaded_from(trainer.model)
+    arguments = {"arguments": training_arguments(args)}
+
+    def profiles(output_dir: str) -> list[LayerProfile]:
+        if os.path.isdir(loaded):
+            summary = RunFolder(loaded).summary
+            for folder in (loaded, os.path.dirname(os.path.abspath(loaded))):
+                found = plain_profiles(folder, summary)
+                if found:
+                    return found
+        return plain_profiles(output_dir, arguments)
+
+    return on_first_process(args, profiles, args.output_dir)
+
+
+def plain_loss_on(
+    trainer: Trainer, dataset: Any, is_trained: bool, readout: Callable | None
+) -> float | None:
+    """f_L of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
+    measured on these very rows. The rows are read once, without the model."""
+    rows = trainer.eval_dataset if dataset is None else dataset
+    if isinstance(rows, str) and isinstance(trainer.eval_dataset, dict):
+        rows = trainer.eval_dataset.get(rows)
+    is_one_set = rows is not None and not isinstance(rows, dict)
+    if not is_one_set or not has_length(rows):
+        return None
+    profiles = [profile for profile in plain_profiles_of(trainer, is_trained) if not profile.gamma]
+    if not profiles:
+        return None
+
+    model, settings = evaluation_settings(trainer, readout)
+    for profile in profiles:
+        if profile.batch_size is not None:  # else of a former version, and perhaps the same as now
+            settings["batch_size"] = profile.batch_size
+        with drawing_apart(trainer, model):
+            data = fingerprint_of(model, rows, **settings)
+        if profile.data == data:
+            return float(profile.losses[-1])
+    return None
+
+
+def plain_loss_of(
+    trainer: Trainer,
+    profile: LayerProfile,
+    dataset: Any,
+    is_trained: bool,
+    readout: Callable | None,
+) -> float | None:
+    """f_L of that plain run on the data and at the noise level of a profile of `dataset`; `None` where it was not
+    measured there."""
+    plain = of_same_data(plain_profiles_of(trainer, is_trained), profile)
+    if plain is not None:
+        return float(plain.losses[-1])
+    if profile.gamma:
+        return None
+    return plain_loss_on(trainer, dataset, is_trained, readout)  # in batches of another size

@@ -3,10 +3,11 @@
     python -m recipes.benchmarks.launches [--cases bert ...] [--where] [--rounds 3 --output launches.json]
 
 Models of real depth and tiny width: on a GPU, small models take the time that their launches take. A kernel is an
-operation of torch that computes something; views and empty memory are none. Multipliers move on the host in NumPy, which
-launches nothing; a GPU makes two copies more per step, of the losses to the host and of their weights back. The counts
-repeat exactly. With `--rounds` the processor time of a step is measured, too, in rounds in which plain training and ours take turns. `--where` says in
-which function of this package the kernels are launched. `--page` writes the table of a results file into README.md.
+operation of torch that computes something; views and empty memory are none. The counts repeat exactly. Multipliers are
+moved on the host in NumPy, which launches nothing. A GPU makes two copies more a step: of losses and of weights.
+
+With `--rounds` the processor time of a step is measured, too, in rounds in which plain training and ours take turns.
+`--where` says in which function of this package the kernels are launched.
 """
 
 import argparse

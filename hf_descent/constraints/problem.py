@@ -450,26 +450,32 @@ def check_targets(
     name: str, targets: Mapping[int, float] | None, num_layers: int | None = None
 ) -> dict[int, float]:
     """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
-    exits = name == "exit_targets"
+    if targets is None:
+        return {}
+    last = num_layers
+    least = SMALLEST
+    what = "a loss above 0"
+    if name == "exit_targets":
+        last = None if num_layers is None else num_layers - 1
+        least = 0.0
+        what = "a share of 0 or more that the loss may be higher than f_L"
+
     try:
-        found = {int(f"{layer}"): _target_number(value) for layer, value in (targets or {}).items()}
+        numbers = {int(f"{layer}"): _target_number(value) for layer, value in targets.items()}
+        is_good = all(least <= value <= LARGEST for value in numbers.values())
+        is_good = is_good and all(1 <= layer <= (last or layer) for layer in numbers)
     except (AttributeError, TypeError, ValueError):
-        found = {0: 0.0}
-    last = None if num_layers is None else num_layers - exits
-    least = 0.0 if exits else SMALLEST
-    for layer, value in found.items():
-        if layer < 1 or (last is not None and layer > last) or not least <= value <= LARGEST:
-            layers = "layers, from 1 on," if last is None else f"layers 1 to {last}"
-            layers = "layers below the last (this model has one layer)" if last == 0 else layers
-            what = (
-                "a share of 0 or more that the loss may be higher than f_L"
-                if exits
-                else "a loss above 0"
-            )
-            raise ValueError(
-                f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}."
-            )
-    return dict(sorted(found.items()))
+        is_good = False
+    if not is_good or (last == 0 and numbers):
+        layers = "layers, from 1 on,"
+        if last is not None:
+            layers = f"layers 1 to {last}"
+        if last == 0:
+            layers = "layers below the last (this model has one layer)"
+        raise ValueError(
+            f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}."
+        )
+    return dict(sorted(numbers.items()))
 
 
 def _target_number(value: Any) -> float:

@@ -203,6 +203,21 @@ def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
     assert DescentProblem.saved_in(problem.state_dict()).rows == problem.rows
 
 
+@pytest.mark.parametrize("alpha", [None, 0.3, "line", "steps"])
+@pytest.mark.parametrize("level", [0.7, 2.5])
+def test_arrays_give_the_numbers_of_tensors(alpha, level):
+    problem, f = mixed(alpha), torch.tensor(F, dtype=torch.float64)
+    multipliers = torch.linspace(0, 1, problem.num_rows, dtype=torch.float64)
+    for margin in (0.0, 0.1):
+        expected = problem.violations(f, level, margin)
+        np.testing.assert_allclose(problem.violations(f.numpy(), level, margin), expected)
+    for expected, values in zip(problem.bounds(f), problem.bounds(f.numpy())):
+        np.testing.assert_allclose(values, expected)
+    for detach in (False, True):
+        expected = problem.weights(multipliers, level, detach)
+        np.testing.assert_allclose(problem.weights(multipliers.numpy(), level, detach), expected)
+
+
 @pytest.mark.parametrize(("eps", "asked"), [(0.0, 1.0), (0.02, 1.0), (0.5, 1.35)])
 def test_a_margin_asks_no_exit_for_less_than_the_last_layer_reaches(eps, asked):
     """A layer as good as the last one would else be violated for ever, and its multiplier rise for ever."""

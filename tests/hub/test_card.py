@@ -198,8 +198,10 @@ def test_a_card_answers_whether_the_model_may_stop_after_a_layer():
 
 def test_a_card_shows_settings_that_acted_alone():
     def shown(**settings):
-        given = dataclasses.asdict(DescentArguments(**settings))
-        return settings_that_acted(given).keys()
+        args = DescentArguments(**settings)
+        recorded = dataclasses.asdict(args)
+        recorded.update(dataclasses.asdict(args.dual_settings))
+        return settings_that_acted(recorded).keys()
 
     assert {"descent_strength", "dual_learning_rate"} <= shown()
     assert not {"penalty_coefficient", "slack_restart", "resilience_form", "noise_gamma"} & shown()

@@ -90,6 +90,7 @@ def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, 
     """A model for clips `[clips, frames, pixels]`, with losses in units of the noise, and settings to train it by."""
     sigma = float(clips.std())
     noise_power = (GAMMA_TRAIN * sigma) ** 2
+
     sizes = {"hidden_size": clips.shape[-1], "num_hidden_layers": NUM_LAYERS}
     loss_scale = 1 / (noise_power * clips[0].numel())
     model = UTForVideoDenoising(UTConfig(**sizes, attention_step=0.3, loss_scale=loss_scale))

@@ -75,8 +75,13 @@ class LayerSetProfile(Result):
         """Of each set, whether its loss is at most `max_rise` (by default the profile's) above that of all layers:
         "met" and "not met" where the interval shows it, else "not shown", as where the loss is no better than chance.
         """
-        limit = 1 + (self.max_rise if max_rise is None else max_rise)
-        at_chance = AT_CHANCE * self.chance if self.chance else np.inf
+        if max_rise is None:
+            max_rise = self.max_rise
+        limit = 1 + max_rise
+        at_chance = np.inf
+        if self.chance:
+            at_chance = AT_CHANCE * self.chance
+
         verdicts = []
         for loss, lower, upper in zip(self.losses, self.lower, self.upper):
             if lower > limit:
@@ -107,31 +112,28 @@ class LayerSetProfile(Result):
         return f"VERDICT: {self.verdicts()[index].upper()}, price {rise:+.1f} %"
 
     def __str__(self) -> str:
-        title = f"at most {100 * self.max_rise:+g} %"
-        rows = [["layers", "left out", "loss", "rise", "95 % interval", self.metric, title]]
-        if self.agreement is not None:
-            rows[0].insert(-1, "as all layers")
-        everything = self.layers[0]
-        for index, (kept, verdict) in enumerate(zip(self.layers, self.verdicts())):
-            dropped = sorted(set(everything) - set(kept))
-            ends = 100 * (np.array([self.lower[index], self.upper[index]]) - 1)
-            interval = f"{ends[0]:+.1f} to {ends[1]:+.1f} %" if np.isfinite(ends).all() else "-"
-            left_out = spans(dropped) if dropped else "none"
-            if self.healed is not None and self.healed[index]:
-                left_out += ", healed"
-            cells = [
-                f"{len(kept)}",
-                left_out,
-                f"{self.losses[index]:.4g}",
-                f"{100 * (self.ratios[index] - 1):+.1f} %",
-                interval if dropped else "",
-                f"{self.values[index]:.4g}",
-                verdict if dropped else "",
-            ]
-            if self.agreement is not None:
-                cells.insert(-1, f"{self.agreement[index]:.4g}")
-            rows.append(cells)
+        asked = f"at most {100 * self.max_rise:+g} %"
+        rows = [["layers", "left out", "loss", "rise", "95 % interval", self.metric, asked]]
+        verdicts = self.verdicts()
+        for index, kept in enumerate(self.layers):
+            dropped = [layer for layer in self.layers[0] if layer not in kept]
+            row = [f"{len(kept)}", "none", f"{self.losses[index]:.4g}", "", "", "", ""]
+            row[5] = f"{self.values[index]:.4g}"
+            if dropped:
+                row[1] = spans(dropped)
+                row[3] = f"{100 * (self.ratios[index] - 1):+.1f} %"
+                row[4] = self._interval(index)
+                row[6] = verdicts[index]
+            rows.append(row)
         return format_table(rows)
+
+    def _interval(self, index: int) -> str:
+        """The interval of the rise of a set, in words; "-" where there are too few rows for one."""
+        lower = 100 * (self.lower[index] - 1)
+        upper = 100 * (self.upper[index] - 1)
+        if not np.isfinite(upper - lower):
+            return "-"
+        return f"{lower:+.1f} to {upper:+.1f} %"
 
 
 def spans(layers: Sequence[int]) -> str:

@@ -108,6 +108,7 @@ def lens(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Lens:
     entropies, norms = _sums_of_rows(Evaluation(model, dataset, **settings))
     mean_entropies, entropy_radii = _means(entropies)
     mean_norms, norm_radii = _means(norms)
+
     return Lens(
         metric=profile.metric,
         losses=profile.losses,
@@ -136,6 +137,7 @@ def _sums_of_rows(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
             of_batch = _read(reader, evaluation.task, inputs)
             entropies.append(of_batch[0])
             norms.append(of_batch[1])
+
     return np.concatenate(entropies), np.concatenate(norms)
 
 

@@ -58,6 +58,7 @@ def denoise_in_passes(
         raise ValueError(f"`passes` is {passes}; give at least 1.")
     if noisy.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"`noisy` is of {noisy.dtype}; give it in float32.")
+
     batch = len(noisy)
     if (
         sigma is None
@@ -68,11 +69,13 @@ def denoise_in_passes(
             .median(1)
             .values.clamp(min=torch.finfo(torch.float32).tiny)
         )
+
     sigma = torch.as_tensor(sigma).to(noisy.device, torch.float64).expand(batch)  # [batch]
     if not (sigma > 0).all():
         raise ValueError(
             f"`sigma` is {sigma.tolist()}; the deviation of the noise must be positive."
         )
+
     generator = torch.Generator().manual_seed(seed)
     estimates = _run(denoise, noisy, passes)  # [K, batch, values]
     size, target = estimates.shape[-1], estimates[0]
@@ -97,6 +100,7 @@ def denoise_in_passes(
         ].T  # [K, batch]
     else:
         weights = torch.nn.functional.one_hot(mse.argmin(0), passes + 1).T.double()
+
     output = torch.einsum("kb,kbn->bn", weights, estimates)
     return Passes(output.view(noisy.shape).to(noisy), mse, weights, sigma)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 LIMITS = {"tuple": 5.0, "conditional": 20.0, "and/or value": 4.0, "merge": 2.0, "walrus": 1.5}
 MIN_BLANK_LINES = 0.10  # per line of code, in functions of 15 lines and more
 MAX_BRANCHES = 15  # of a function, those inside expressions counted
-MAX_NODES = 100_000  # of the package's syntax
 
 NOT_CODE = {
     tokenize.COMMENT,

@@ -1,8 +1,10 @@
 """The house's rules in numbers; `python tests/test_structure.py` prints them."""
 
 import ast
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
+
+import density
 
 
 TESTS = Path(__file__).parent
@@ -156,6 +158,19 @@ def test_imports_run_in_no_circle():
     assert circles(folder_graph(graph)) == []
 
 
+def test_the_package_is_not_dense():
+    files = density.python_files([PACKAGE])
+    total = sum(map(density.measure, files), Counter())
+    too_dense = {
+        kind: density.rate(total, kind)
+        for kind, limit in density.LIMITS.items()
+        if density.rate(total, kind) > limit
+    }
+    assert too_dense == {}
+    assert density.blank_share(total) >= density.MIN_BLANK_LINES
+    assert {path.name: found for path in files if (found := density.branchy(path))} == {}
+
+
 if __name__ == "__main__":
     graph, known = imports(modules()), classes(modules())
     for title, found in (
@@ -164,6 +179,8 @@ if __name__ == "__main__":
         ("circles of folders", circles(folder_graph(graph))),
     ):
         print(f"{title}: {len(found)}", *found, sep="\n  ")
+
+    density.main([PACKAGE])
 
     # These train a tiny model, for which the tests above need not wait.
     import stops

@@ -39,8 +39,10 @@ def truncate(
     if num_layers not in range(1, reader.num_layers + 1):
         name = type(model).__name__
         raise ValueError(f"`num_layers` is {num_layers!r}; {name} has 1..{reader.num_layers}.")
+
     with probing(plain):
         (truth,) = reader.read(inputs, output_logits, [num_layers])
+
     return _with_layers(model, reader.stack, list(range(1, num_layers + 1)), inputs, truth)
 
 
@@ -62,6 +64,7 @@ def keep_layers(
     layers = check_layers(layers, reader.stack)
     with probing(plain), skipping(reader.stack, layers):
         truth = output_logits(plain(**inputs))
+
     return _with_layers(model, reader.stack, layers, inputs, truth)
 
 
@@ -94,18 +97,22 @@ def skipping(stack: LayerStack, kept: Sequence[int]) -> Iterator[None]:
     def hand_on(module: nn.Module, call, *args, **kwargs):
         if id(module) in running:  # `__call__` on its way to `forward`
             return call(*args, **kwargs)
+
         received = tensors((args, kwargs))
         if id(module) in places:
             return received[places[id(module)]]
+
         running.add(id(module))
         try:
             output = call(*args, **kwargs)
         finally:
             running.discard(id(module))
+
         made = stack.hidden_state(output)
         place = next(i for i, tensor in enumerate(received) if tensor.shape == made.shape)
         if output is made:
             places[id(module)] = place
+
         return map_tensors(lambda tensor: received[place] if tensor is made else tensor, output)
 
     with intercepted(dropped, hand_on):
@@ -138,17 +145,21 @@ def _readable(
         raise TypeError(
             f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`)."
         )
+
     readout = getattr(model.config, "custom_readout", None)
     if readout:
         logger.warning(
             f"{name} was trained with the readout `{readout}`, which is no part of it: the cut model has the model's "
             "own head, which was not trained, and predicts something else than what was measured."
         )
+
     if inputs is None:
         inputs = example_inputs(model)
+
     plain = copy.copy(model)
     if "_original_forward" in vars(model):  # training in mixed precision leaves it; no copy has it
         del plain.forward
+
     return plain, Readout.probe(plain, inputs), inputs
 
 
@@ -179,9 +190,11 @@ def _with_layers(
         faults.append(
             f"with {field} = {len(kept)} its logits are not those of layer{_numbers(kept)}"
         )
+
     reasons = "; ".join(faults)
     if not faults:
         reasons = "no field of it counts them"
+
     raise ValueError(
         f"{type(model).__name__} cannot be cut to {len(kept)} of its {stack.num_layers} layers by its config: "
         f"{reasons}. `layer_logits` needs no shorter model."
@@ -220,11 +233,13 @@ def _cut_config(
         is_list = isinstance(entries, list | tuple) and len(entries) == num_layers
         if is_list and (of_all or _is_about_layers(name)):
             setattr(cut, name, type(entries)(entries[layer - 1] for layer in kept))
+
     setattr(cut, field, len(kept))
     stages = vars(config).get("stage_names")  # a backbone's: the stem and the layers
     if stages:
         cut.stage_names = stages[: len(kept) + 1]
         cut.set_output_features_output_indices(out_features=None, out_indices=None)
+
     return cut
 
 
@@ -239,6 +254,7 @@ def _rebuild(
     """A model with `config` and copies of the weights of `model`; its j-th layer is the j-th of `kept`."""
     with random_state.preserved(random_state.accelerators(model)):
         short = type(model)(config).to(model.device).eval()
+
     sources = _sources(model, stack, kept)
 
     def source(name: str) -> str:
@@ -256,8 +272,10 @@ def _rebuild(
         known = buffers.get(source(name))
         if known is not None and known.shape == buffer.shape:
             buffer.data = known.clone()
+
     if model.can_generate():
         short.generation_config = copy.deepcopy(model.generation_config)
+
     return short
 
 

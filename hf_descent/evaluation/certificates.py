@@ -142,12 +142,14 @@ class Certificate(Result):
         }
         if self.multipliers:
             columns["multiplier"] = [f"{multiplier:.3g}" for multiplier in self.multipliers]
+
         columns["verdict"] = self.verdicts
         if self.reasons and any(self.reasons):
             reasons = ["reason", *self.reasons]
             width = max(map(len, reasons))
             title, *cells = [reason.ljust(width) for reason in reasons]  # aligned to the left
             columns[title] = cells
+
         return [list(columns), *map(list, zip(*columns.values()))]
 
     def _summary(self) -> str:
@@ -202,6 +204,7 @@ def certify(
     if has_price:
         plain_loss = None if plain is None else _last_loss(plain)
         price = price_of(rows, references, max_last_layer_rise, plain_loss)
+
     judged = _Judged.of(_on_cpu(problem, chance), rows, confidence, least_rows, chance, price)
     problem = judged.problem
     losses = torch.from_numpy(judged.losses)  # [L]
@@ -214,6 +217,7 @@ def certify(
         descent_share = problem.descent_share(losses)
     if multipliers is not None:
         multipliers = [float(multipliers[row.index]) for row in problem.rows]
+
     return Certificate(
         losses=judged.losses,
         rows=[row.name for row in problem.rows],
@@ -302,6 +306,7 @@ class _Judged:
         if problem.num_layers < 2 or not (losses > 0).all():
             lower = np.full_like(values, -np.inf)
             upper = np.full_like(values, np.inf)
+
         return cls(problem, losses, values, lower, upper, len(rows), least_rows, chance, price)
 
     @property
@@ -404,6 +409,7 @@ class _Judged:
             return f"layer {row.layer} may be at chance ({self._chance})"
         if self.values[place] > 0:
             return "missed, by less than the interval"
+
         return "interval too wide" + self._examples_needed(place)
 
     def _examples_needed(self, place: int) -> str:

@@ -139,6 +139,7 @@ class Difference:
         names = f"{self.group} against {self.baseline}"
         if not np.isfinite(self.estimate):
             return f"{names}: open. A run has a {self.metric} that is not finite."
+
         level = f"{100 * self.confidence:.4g} %"
         figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- "
         if self.verdict == "open":
@@ -150,6 +151,7 @@ class Difference:
         verdict = f"{self.group} is {self.verdict}, statistically significant"
         if self.verdict == "not significant":
             verdict = "no statistically significant difference"
+
         return f"{names}: {verdict} at {level} ({figure})."
 
 
@@ -165,6 +167,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise ({different} "
                 "differ; another tokenizer makes other data of texts): run `hf-descent evaluate` on both alike."
             )
+
     if first.curve.blocks is None or len(first.curve.blocks) < 2:
         raise ValueError(
             "All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`."
@@ -201,6 +204,7 @@ def difference(
         tests = [of_data, *with_seeds]
         radius, freedom = max((test.radius(confidence), test.freedom) for test in tests)
         p_value = max(test.p_value(estimate) for test in tests)
+
     curve = before[0].curve
     return Difference(
         baseline,
@@ -274,6 +278,7 @@ def _tests(before: np.ndarray, after: np.ndarray, is_paired: bool) -> list[_Test
     both = total + max(0.0, of_data - interaction)
     if not total:
         return [*tests, _Test(0.0, 1.0), _Test(both, 1.0)]
+
     freedoms = np.array([len(table) - 1 for table in tables])
     freedom = float(total**2 / (of_seeds**2 / freedoms).sum())
     return [*tests, _Test(total, freedom), _Test(both, freedom * (both / total) ** 2)]
@@ -327,6 +332,7 @@ class Comparison:
             title += (
                 f" As in training: noise levels up to {self.gamma_train:g}; more noise: beyond."
             )
+
         title += " A level of 1 is the noise unit, the standard deviation of the clean input."
         return "\n".join([title, format_table(table), *missed, "", *map(str, self.differences)])
 
@@ -336,15 +342,18 @@ class Comparison:
         summary = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
         for name in SUMMARIES:
             summary[name] = _mean_and_deviation([getattr(curve, name) for curve in curves])
+
         summary["sigma"] = _mean_and_deviation([curve.settings.get("sigma") for curve in curves])
 
         verdicts = [run.certificate for run in runs if run.certificate is not None]
         summary["feasible"] = None
         if verdicts:
             summary["feasible"] = (sum(verdict.feasible for verdict in verdicts), len(verdicts))
+
         missed = Counter()
         for verdict in verdicts:
             missed.update(row for row, said in zip(verdict.rows, verdict.verdicts) if said != MET)
+
         summary["missed"] = dict(missed)
         return summary
 
@@ -390,6 +399,7 @@ def compare(
     check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():
         _check_seeds(name, group)
+
     if baseline is None:
         baseline = next(iter(groups))
     if baseline not in groups or len(groups) < 2:
@@ -397,6 +407,7 @@ def compare(
             f"The groups are {list(groups)} and `baseline` is {baseline!r}; give runs of at least two ways of "
             "training (GROUP=RUN where the names of the folders do not tell them), and a baseline among them."
         )
+
     others = [name for name in groups if name != baseline]
     level = 1 - (1 - confidence) / len(others)
     differences = [difference(groups, baseline, name, level) for name in others]

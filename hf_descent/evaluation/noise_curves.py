@@ -150,14 +150,17 @@ class NoiseCurve(Result):
         for gamma, value, loss in zip(self.gammas, self.mean, self.mean_losses):
             numbers[f"{self.metric}@{gamma:g}"] = float(value)
             numbers[f"loss@{gamma:g}"] = float(loss)
+
         for name in SUMMARIES:
             value = getattr(self, name)
             has_area = name != "auc" or len(self.gammas) > 1
             if value is not None and has_area:
                 numbers[f"{self.metric}_{name}"] = value
+
         error = self.radius("auc_over_range")
         if np.isfinite(error):
             numbers[f"{self.metric}_auc_over_range_radius"] = float(error)
+
         return numbers
 
     def __str__(self) -> str:
@@ -167,6 +170,7 @@ class NoiseCurve(Result):
         for gamma, value, error, spread, loss in columns:
             numbers = [f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"]
             table.append([f"{gamma:.4g}", *numbers])
+
         text = format_table(table)
         if len(self.gammas) == 1:
             return text
@@ -175,6 +179,7 @@ class NoiseCurve(Result):
         error = self.radius("auc_over_range")
         if np.isfinite(error):
             text += f" +- {error:.2g} (95 %)"
+
         return text
 
 
@@ -217,6 +222,7 @@ def noise_curve(
     _check_arguments(gammas, draws, dataset, perturbation, noise)
     if noise is None and perturbation is None and any(gammas):
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
+
     evaluation = Evaluation(model, dataset, **settings)
     inputs_of = partial(_inputs_of, evaluation, perturbation, seed)
     sums = BlockSums(evaluation.accelerator)
@@ -255,6 +261,7 @@ def noise_curve(
     }
     if has_length(dataset) and not isinstance(dataset, DataLoader):
         conditions["samples"] = len(dataset)
+
     return NoiseCurve(
         metric,
         gammas=np.array(gammas),
@@ -279,10 +286,12 @@ def _check_arguments(
         raise ValueError(
             f"`gammas` is {gammas}, `draws` is {draws}; give one or more of each, levels from 0 on."
         )
+
     if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
         raise ValueError(
             "`perturbation` changes rows before they are collated; give a data set, and no `noise`."
         )
+
     if noise is not None and noise.is_attached:
         raise ValueError(
             "`noise` is attached to the model, and would perturb every level; remove it first."
@@ -301,6 +310,7 @@ def _inputs_of(
     """The inputs of a batch: as they are, or from its rows, perturbed at one level."""
     if perturbation is None:
         return batch
+
     first = index * evaluation.batch_size
     rows = [
         _perturbed(row, number, gamma, draw, seed, perturbation)

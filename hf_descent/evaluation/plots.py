@@ -76,6 +76,7 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
         axes.axvline(gamma, color="0.8", zorder=0)
         place = {"transform": axes.get_xaxis_transform(), "ha": "right"}
         axes.text(gamma, 0.01, "training level ", **place, color="0.4", size=8)
+
     axes.set(xlabel=_name_of_levels(curve), ylabel=curve.metric)
     figure.legend(*axes.get_legend_handles_labels(), **LEGEND)
     return figure
@@ -116,6 +117,7 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     ends = np.array([axes.dataLim.intervaly for axes in panels])
     if 0 < 10 * ends.min() < ends.max():  # small losses stay apart
         panels[0].set_yscale("log")
+
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
 
@@ -143,6 +145,7 @@ def plot_evaluation(
     title = _title(0.0, {gamma_train})
     if gamma_train:
         title += f"; training level {gamma_train:g}"
+
     axes.set(xlabel="layer", ylabel="loss on held-out data", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

@@ -81,6 +81,7 @@ class LayerProfile(Result):
                 "The profile has no constraints to judge: it was measured without `problem`, or the loss at chance is "
                 "not known. Give `problem`."
             )
+
         known = {"references": self.references, "whole_batches": self.whole_batches}
         known.update(self.facts)
         known.update(facts)
@@ -211,9 +212,11 @@ def layer_profiles(
     gammas = levels_of("gammas", gammas)
     if isinstance(problem, Mapping):
         problem = DescentProblem(**problem)
+
     noise = None
     if any(gammas):
         noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma)
+
     evaluation = Evaluation(model, dataset, **settings)
     sums = BlockSums(evaluation.accelerator)
     fingerprint = Fingerprint(evaluation.accelerator)
@@ -265,6 +268,7 @@ def layer_profiles(
                 batch_size=getattr(dataset, "batch_size", evaluation.batch_size),
             )
         )
+
     return profiles
 
 
@@ -283,6 +287,7 @@ def _layers_of(
         raise ValueError(
             f"`problem` is of {problem.num_layers} layers, but the model has {layers.num_layers}: give the model's."
         )
+
     return layers
 
 

@@ -93,14 +93,17 @@ class Evaluation:
             raise ValueError(
                 f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM} of another name."
             )
+
         if isinstance(self.dataset, Mapping):  # as `Trainer` takes them
             raise ValueError(
                 f"`dataset` holds {', '.join(map(repr, self.dataset))}; give one of them."
             )
+
         if self.batch_size < 1:
             raise ValueError(
                 f"`batch_size` is {self.batch_size}; give at least one sample a batch."
             )
+
         self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
         self._inner = inner_model(self.model)
         self._collate = self.data_collator
@@ -110,6 +113,7 @@ class Evaluation:
                 self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor
             ):
                 self._collate = DataCollatorWithPadding(self.processing_class)
+
         if self.remove_unused_columns:
             arguments = inspect.signature(type(self._inner).forward).parameters
             columns = [*arguments, *(self.label_names or ()), "label", "label_ids"]
@@ -136,6 +140,7 @@ class Evaluation:
         if self.accelerator is not None:
             first = self.accelerator.process_index
             step = self.accelerator.num_processes
+
         total = None
         if has_length(loader):
             total = math.ceil((len(loader) - first) / step)
@@ -172,6 +177,7 @@ class Evaluation:
         if items:
             # As Trainer gives a custom loss the items of the batch.
             loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items)
+
         total, count = self._score(*self._scored(outputs, inputs))
         return torch.tensor(
             [float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64
@@ -257,11 +263,13 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
         raise ValueError(
             f"`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or {CUSTOM}."
         )
+
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"`metric` is 'accuracy', but there is no prediction for each label: logits are of shape "
             f"{list(logits.shape)}, labels of {list(labels.shape)}. Use {CUSTOM}."
         )
+
     largest, predicted = logits.max(-1)
     is_labelled = labels != IGNORE_INDEX
     hits = (predicted == labels).float()

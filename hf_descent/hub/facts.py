@@ -96,6 +96,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     # TRL's trainers ask before they save a model.
     if not has_model and not facts.get("architecture"):
         raise no_model_in(str(folder))
+
     measured_by = facts.pop("readout", None)
 
     card = _model_facts(run, folder, config, adapter, facts)
@@ -103,6 +104,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     card.update(_results(run, card["architecture"]))
     if "noise_curve" in card and card.get("evaluation"):
         card["evaluation"] = _with_newer(card["evaluation"], card["noise_curve"])
+
     # The saved model does not have what was measured by a function that is not saved. `exit` cuts, and measures, the
     # model's own head.
     card["readout"] = run.summary.get("readout") if measured_by is None else measured_by
@@ -112,8 +114,10 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
         )
         for name in MEASURED_BY_READOUT:
             card.pop(name, None)
+
     if facts.get("benchmark"):
         _check_benchmark(facts["benchmark"], card, folder)
+
     return plain(card)
 
 
@@ -137,15 +141,19 @@ def _model_facts(
     }
     if config.get("architectures"):
         card["architecture"] = config["architectures"][0]
+
     known = _known(run, folder)
     for source in (known, facts):
         card.update((name, value) for name, value in source.items() if value is not None)
+
     if summary.get("versions"):
         card["versions"] = summary["versions"]
+
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "transformers"
     if adapter:
         card["library_name"] = "peft"
+
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
     base = adapter.get("base_model_name_or_path")
@@ -153,6 +161,7 @@ def _model_facts(
         base = summary.get("encoder")
     if hub_id(base) and not facts.get("base_model"):
         card["base_model"] = base
+
     # `base_model` names the encoder; this may be a folder of the machine.
     card["descent"] = {name: value for name, value in summary.items() if name != "encoder"}
     return card
@@ -185,6 +194,7 @@ def _evaluation(run: RunFolder) -> dict[str, Any]:
         if not _is_of_profile(results, prefix, run.read("layer_profile.json")):
             found["evaluation"] = None
             found["split"] = None
+
     return found
 
 
@@ -204,6 +214,7 @@ def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
     level = None
     if architecture.endswith("Denoising"):
         level = upper_level(run.summary.get("noise_gamma"))
+
     shown = {}
     for name, kind in RESULTS.items():
         for result in run.results(kind, f"{name}*" if level else name):
@@ -212,6 +223,7 @@ def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
                 # Version 0.1 wrote no verdict; today's is of the same data.
                 if name == "layer_profile" and result.problem:
                     shown["verdict"] = _shown(result.certificate())
+
     return shown
 
 
@@ -254,6 +266,7 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     card["figures"] = []
     if is_installed("matplotlib") and not card["readout"]:
         card["figures"] = _save_figures(run, {card["model_name"]: [run]}, folder)
+
     # All texts are made before any is written, so that a card that fails leaves the old one.
     contents = {
         RunFolder.CARD: json.dumps(card, indent=2) + "\n",
@@ -264,10 +277,12 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     for name in OPTIONAL_FILES:
         if name not in contents:
             (folder / name).unlink(missing_ok=True)
+
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
             file.write(content)
+
     return card
 
 

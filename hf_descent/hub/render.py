@@ -97,6 +97,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     metadata["pipeline_tag"] = task
     if "metric" in card["noise_curve"]:
         metadata["metrics"] = [card["noise_curve"]["metric"]]
+
     results = _eval_results(card, task)
     if results:
         metadata["eval_results"] = results
@@ -105,6 +106,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     title = "metric"
     if "split" in card:
         title += f", {card['split']} data"
+
     settings = {f"`{name}`": value for name, value in settings_that_acted(card["settings"]).items()}
     return ModelCard.from_template(
         ModelCardData(**metadata),
@@ -144,10 +146,12 @@ def answers(card: Mapping[str, Any]) -> list[str]:
             f"{ANSWERS[row['verdict']].format(layer=layer)} Its loss is {abs(rise):.1f} % {side} the last layer's; "
             f"{allowed[row['name']]:g} % above was allowed."
         )
+
     if others:
         sentences.append(
             f"{others.count('met')} of {len(others)} layers do what was asked of them."
         )
+
     return sentences
 
 
@@ -191,6 +195,7 @@ def _silent_by_constraints(settings: Mapping[str, Any]) -> set[str]:
         silent.add("resilience_form")
     if not settings.get("resilience") or settings.get("resilience_form") != "slack":
         silent |= {"slack_learning_rate", "slack_restart"}
+
     return silent
 
 
@@ -213,10 +218,12 @@ def benchmark_entry(card: Mapping[str, Any]) -> EvalResultEntry | None:
     card = _known(card)
     if "benchmark" not in card:
         return None
+
     dataset, task, metric = card["benchmark"]
     value = metrics_of(card.get("evaluation")).get(metric)
     if value is None:
         return None
+
     entry = EvalResultEntry(dataset, task, value, date=card.get("evaluated"))
     entry.notes = metric
     if "split" in card:
@@ -224,6 +231,7 @@ def benchmark_entry(card: Mapping[str, Any]) -> EvalResultEntry | None:
     if "repo_id" in card:
         entry.source_url = f"{ENDPOINT}/{card['repo_id']}"
         entry.source_name = "Model card"
+
     return entry
 
 
@@ -295,6 +303,7 @@ def _usage(card, auto_class) -> str:
         module, class_name = _class_to_load(card, auto_class)
         imports = {module: [class_name]}
         lines = [f'model = {class_name}.from_pretrained("{name}"{labels})']
+
     if card.get("has_tokenizer"):
         imports.setdefault("transformers", []).append("AutoTokenizer")
         lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
@@ -302,6 +311,7 @@ def _usage(card, auto_class) -> str:
     head = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
     if is_own and "hf_descent.models" not in imports:
         head.insert(0, "import hf_descent.models  # registers the architecture")
+
     return "\n".join([*head, "", *lines])
 
 

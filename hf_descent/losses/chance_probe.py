@@ -37,12 +37,14 @@ def find_chance_loss(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) ->
         return _of_answers(task, logits)
     if labels is None:
         raise unmeasurable("data without labels")
+
     _check_shapes(labels, logits)
     config = getattr(task.model, "config", None)
     is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
     name, *_ = names_of_labels(inputs, task.label_names)
     if labels.is_floating_point() and not is_multi_label:
         return _of_numbers(task, inputs, name, logits)
+
     return _of_classes(task, inputs, name, outputs, is_multi_label)
 
 
@@ -89,6 +91,7 @@ def _of_classes(
     label_smoothing = 0.0
     if task.smoother is not None:
         label_smoothing = task.smoother.epsilon
+
     enough = FEW_LABELS
     if not is_multi_label and (inputs[name].dim() > 1 or logits.shape[-1] > FEW_CLASSES):
         enough = MANY_LABELS
@@ -115,6 +118,7 @@ def _class_weights(
     is no cross-entropy."""
     if has_router_loss(outputs):
         return None
+
     try:
         CrossEntropyCheck(task, name, is_multi_label, label_smoothing).of_each_class(
             inputs, outputs
@@ -247,6 +251,7 @@ def _loss_scale(
     is_scale = math.isfinite(scale) and scale > 0
     if not is_scale or not np.allclose(scales, scale, rtol=0.02, atol=0):
         raise unmeasurable("a loss of numbers that is not proportional to the squared error")
+
     # Without the rounding errors of this batch: a resumed run measures on another.
     return float(f"{scale:.5g}")
 
@@ -256,10 +261,12 @@ def _residuals(labels: torch.Tensor) -> list[torch.Tensor]:
     residual = labels - labels.mean(0, keepdim=True)
     if not residual.any():  # a batch of one
         residual = torch.ones_like(labels)
+
     # A Huber loss is no squared error far off.
     far = 2
     if labels.dtype.itemsize > 2:
         far = 100
+
     tried = [residual, far * residual]
 
     # Each number may have a weight of its own.

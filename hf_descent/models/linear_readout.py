@@ -102,6 +102,7 @@ class LinearReadoutModel(EncoderModel):
         """Classifies rows by what the encoder makes of `attention_mask` and the other `inputs` that are given."""
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
+
         given = {name: value for name, value in inputs.items() if value is not None}
         encoded = self.encoder(**given, return_dict=True)
         hidden = encoded.last_hidden_state  # [batch, seq, width]
@@ -234,6 +235,7 @@ def give_linear_readout(model: PreTrainedModel, pooling: str) -> None:
         raise ValueError(
             f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs)`."
         )
+
     if isinstance(model, LinearReadoutModel):
         model.config.pooling = pooling
         return
@@ -257,6 +259,7 @@ def give_linear_readout(model: PreTrainedModel, pooling: str) -> None:
 
     with torch.device("meta"):  # its weights are those of `model`
         converted = kind(config)
+
     converted.encoder = kind.without_unused(encoder)
     converted.classifier = head
     converted.train(model.training)
@@ -285,9 +288,11 @@ def _kind_of(model: nn.Module, pooling: str) -> type[LinearReadoutModel]:
             f"`readout` is {pooling!r}, but {name} is no classifier of transformers, or has adapters; call "
             "`hf_descent.models.give_linear_readout(model, ...)` before `get_peft_model`, and leave `readout` out."
         )
+
     for ending, kind in KINDS.items():
         if name.endswith(ending) and type(model).__module__.startswith("transformers.models."):
             return kind
+
     raise ValueError(
         f"`readout` is {pooling!r}, but {name} is no classifier of transformers for texts, images, videos or sounds; "
         "give `readout(model, hidden, inputs)`."
@@ -313,11 +318,13 @@ def _fault(model: PreTrainedModel, kind: type, encoder: nn.Module | None, head) 
         return "is quantized: load it in full precision"
     if type(head) is not nn.Linear or head.in_features != encoder.config.hidden_size:
         return "has a last layer that does not fit the width of its encoder"
+
     read = inspect.signature(type(model).forward).parameters.keys()
     lost = read - inspect.signature(kind.forward).parameters.keys()
     lost = sorted(name for name in lost if not name.startswith(NO_COLUMNS))
     if lost:
         return f"reads {', '.join(lost)}, too, for which {kind.__name__} has no place"
+
     return None
 
 
@@ -336,4 +343,5 @@ def classify(
         loss = model.loss_function(
             labels=labels, pooled_logits=logits, config=model.config, num_items_in_batch=num_items
         )
+
     return SequenceClassifierOutput(loss=loss, logits=logits)

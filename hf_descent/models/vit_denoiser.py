@@ -73,6 +73,7 @@ class ViTForDenoising(EncoderModel):
             raise ValueError(
                 f"The patches of a {type(encoder).__name__} are not its last tokens: {remedy}."
             )
+
         self.num_channels = encoder.num_channels
         self.patch_size = encoder.patch_size
         width = encoder.hidden_size
@@ -82,6 +83,7 @@ class ViTForDenoising(EncoderModel):
                 f"The encoder's `hidden_size` is {width}, and a patch has {self.num_channels} x {self.patch_size}^2 = "
                 f"{num_values} values. Use `readout='linear'`, or an encoder where the two agree (ViT-B/16)."
             )
+
         self.readout = nn.Linear(width, num_values) if config.readout == "linear" else nn.Identity()
         self.post_init()
 

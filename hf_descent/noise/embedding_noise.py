@@ -232,13 +232,16 @@ class EmbeddingNoise:
         call.perturbed = True
         if self._generator is None or self._generator.device != clean.device:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)
+
         noise = self._standard_noise(clean, self._generator)  # [batch, seq, ...]
         level = self._gamma
         if isinstance(level, tuple):
             level = self._levels_of_rows(call, noise)  # [batch, 1, ...]
+
         noisy = self._add(clean, noise, level * self.sigma)
         if not _is_mask_of(mask, clean):
             return noisy
+
         is_token = mask[:, -clean.shape[1] :].to(clean.device, torch.bool)  # [batch, seq]
         is_token = is_token.view(*is_token.shape, *[1] * (clean.ndim - 2))  # [batch, seq, 1, ...]
         return torch.where(is_token, noisy, clean)
@@ -297,6 +300,7 @@ def estimate_sigma(
 
     if reduce is not None:
         moments = reduce(moments)
+
     return deviation_from_moments(moments)
 
 

@@ -99,10 +99,12 @@ class TiledReader:
         dtype = head.weight.dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
+
         self.weight = workspace.weight(head, dtype)  # [vocab, hidden]
         self.bias = None  # [vocab]
         if head.bias is not None:
             self.bias = head.bias.detach().to(dtype)
+
         self.accumulator_dtype = torch.promote_types(dtype, torch.float32)
 
         tile_elements = TILE_ELEMENTS.get(device_type, DEFAULT_TILE_ELEMENTS)
@@ -191,6 +193,7 @@ class TiledReader:
             scores = torch.mul(tanh, softcap, out=scores)
         if entropies is not None:
             hits.copy_(scores.argmax(1, keepdim=True).eq(targets).squeeze(1))
+
         log_probabilities = torch.log_softmax(scores, 1, out=scores)
         mean = log_probabilities.mean(1, keepdim=True) if smoothing else 0.0  # [rows, 1]
         label_scores = log_probabilities.gather(1, targets)  # [rows, 1]

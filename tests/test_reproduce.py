@@ -67,6 +67,7 @@ def test_arms_of_one_setting_share_all_but_their_objective():
         "resilience",
         "resilience_form",
         "slack_restart",
+        "dual_learning_rate",
         "dual_warmup_steps",
         "dual_optim",
         "logging_dir",

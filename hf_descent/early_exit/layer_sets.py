@@ -108,8 +108,8 @@ class LayerSetProfile(Result):
         index = self.layers.index(self.smallest())
         if index == 0:
             index = min(1, len(self.layers) - 1)
-        rise = 100 * (self.ratios[index] - 1)
-        return f"VERDICT: {self.verdicts()[index].upper()}, price {rise:+.1f} %"
+        price = percent(self.ratios[index] - 1)
+        return f"VERDICT: {self.verdicts()[index].upper()}, price {price}"
 
     def __str__(self) -> str:
         asked = f"at most {100 * self.max_rise:+g} %"
@@ -121,7 +121,7 @@ class LayerSetProfile(Result):
             row[5] = f"{self.values[index]:.4g}"
             if dropped:
                 row[1] = spans(dropped)
-                row[3] = f"{100 * (self.ratios[index] - 1):+.1f} %"
+                row[3] = percent(self.ratios[index] - 1)
                 row[4] = self._interval(index)
                 row[6] = verdicts[index]
             rows.append(row)

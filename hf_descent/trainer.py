@@ -345,7 +345,7 @@ class DescentMixin:
         known = self._run.record.plain_losses
         if name in known:
             return known[name]
-        loss = plain_loss_on(self, dataset, self._run.has_started, self._readout)
+        loss = plain_loss_on(self, dataset, self._held_out, self._run.has_started, self._readout)
         if name is not None:
             known[name] = loss
         return loss

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..constraints.problem import AT_CHANCE
 from ..evaluation.certificates import MET, NOT_MET, NOT_SHOWN
 from ..evaluation.intervals import confidence_limits, values_of_rows
+from ..evaluation.price import percent
 from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import (
     Evaluation,

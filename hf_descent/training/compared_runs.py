@@ -55,22 +55,55 @@ def plain_profiles_of(trainer: Trainer, is_trained: bool) -> list[LayerProfile]:
 
 
 def plain_loss_on(
-    trainer: Trainer, dataset: Any, is_trained: bool, readout: Callable | None
+    trainer: Trainer,
+    dataset: Any,
+    held_out: Callable,
+    is_trained: bool,
+    readout: Callable | None,
 ) -> float | None:
     """f_L of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
-    measured on these very rows. The rows are read once, without the model."""
+    measured on these very rows. The rows are read once, without the model: those of `held_out(dataset)`."""
     rows = trainer.eval_dataset if dataset is None else dataset
     if isinstance(rows, str) and isinstance(trainer.eval_dataset, dict):
         rows = trainer.eval_dataset.get(rows)
     is_one_set = rows is not None and not isinstance(rows, dict)
     if not is_one_set or not has_length(rows):
         return None
-    profiles = [profile for profile in plain_profiles_of(trainer, is_trained) if not profile.gamma]
+
+    profiles = plain_profiles_of(trainer, is_trained)
     if not profiles:
+        return None
+    return _loss_of_same_rows(trainer, profiles, held_out(dataset), readout)
+
+
+def plain_loss_of(
+    trainer: Trainer,
+    profile: LayerProfile,
+    rows: Any,
+    is_trained: bool,
+    readout: Callable | None,
+) -> float | None:
+    """f_L of that plain run on the data and at the noise level of a profile of `rows`; `None` where it was not
+    measured there."""
+    profiles = plain_profiles_of(trainer, is_trained)
+    plain = of_same_data(profiles, profile)
+    if plain is not None:
+        return float(plain.losses[-1])
+    if profile.gamma or not has_length(rows):
+        return None
+    return _loss_of_same_rows(trainer, profiles, rows, readout)  # in batches of another size
+
+
+def _loss_of_same_rows(
+    trainer: Trainer, profiles: list[LayerProfile], rows: Any, readout: Callable | None
+) -> float | None:
+    """f_L by the profile without noise that is of these very rows, in batches of its own size."""
+    without_noise = [profile for profile in profiles if not profile.gamma]
+    if not without_noise:
         return None
 
     model, settings = evaluation_settings(trainer, readout)
-    for profile in profiles:
+    for profile in without_noise:
         if profile.batch_size is not None:  # else of a former version, and perhaps the same as now
             settings["batch_size"] = profile.batch_size
         with drawing_apart(trainer, model):
@@ -78,20 +111,3 @@ def plain_loss_on(
         if profile.data == data:
             return float(profile.losses[-1])
     return None
-
-
-def plain_loss_of(
-    trainer: Trainer,
-    profile: LayerProfile,
-    dataset: Any,
-    is_trained: bool,
-    readout: Callable | None,
-) -> float | None:
-    """f_L of that plain run on the data and at the noise level of a profile of `dataset`; `None` where it was not
-    measured there."""
-    plain = of_same_data(plain_profiles_of(trainer, is_trained), profile)
-    if plain is not None:
-        return float(plain.losses[-1])
-    if profile.gamma:
-        return None
-    return plain_loss_on(trainer, dataset, is_trained, readout)  # in batches of another size

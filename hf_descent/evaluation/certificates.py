@@ -163,7 +163,7 @@ class Certificate(Result):
         if self.warmup_share is not None:
             summary += f" (descent share in training, after warm-up, {self.warmup_share:.2f})"
         if self.largest_rise is not None:
-            summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
+            summary += f", largest rise from layer to layer {percent(self.largest_rise)}"
         return summary
 
 

@@ -114,19 +114,37 @@ class LayerSetProfile(Result):
 
     def __str__(self) -> str:
         asked = f"at most {100 * self.max_rise:+g} %"
-        rows = [["layers", "left out", "loss", "rise", "95 % interval", self.metric, asked]]
-        verdicts = self.verdicts()
-        for index, kept in enumerate(self.layers):
-            dropped = [layer for layer in self.layers[0] if layer not in kept]
-            row = [f"{len(kept)}", "none", f"{self.losses[index]:.4g}", "", "", "", ""]
-            row[5] = f"{self.values[index]:.4g}"
-            if dropped:
-                row[1] = spans(dropped)
-                row[3] = percent(self.ratios[index] - 1)
-                row[4] = self._interval(index)
-                row[6] = verdicts[index]
-            rows.append(row)
+        title = ["layers", "left out", "loss", "rise", "95 % interval", self.metric]
+        if self.agreement is not None:
+            title.append("as all layers")
+
+        rows = [[*title, asked]]
+        for index, verdict in enumerate(self.verdicts()):
+            rows.append(self._row(index, verdict))
         return format_table(rows)
+
+    def _row(self, index: int, verdict: str) -> list[str]:
+        """The cells of a set; the whole model has neither rise nor verdict."""
+        kept = self.layers[index]
+        dropped = [layer for layer in self.layers[0] if layer not in kept]
+        left_out = "none"
+        rise = ""
+        interval = ""
+        if dropped:
+            left_out = spans(dropped)
+            rise = percent(self.ratios[index] - 1)
+            interval = self._interval(index)
+        else:
+            verdict = ""
+        if self.healed is not None and self.healed[index]:
+            left_out += ", healed"
+
+        row = [f"{len(kept)}", left_out, f"{self.losses[index]:.4g}", rise, interval]
+        row.append(f"{self.values[index]:.4g}")
+        if self.agreement is not None:
+            row.append(f"{self.agreement[index]:.4g}")
+        row.append(verdict)
+        return row
 
     def _interval(self, index: int) -> str:
         """The interval of the rise of a set, in words; "-" where there are too few rows for one."""

@@ -60,9 +60,8 @@ def denoise_in_passes(
         raise ValueError(f"`noisy` is of {noisy.dtype}; give it in float32.")
 
     batch = len(noisy)
-    if (
-        sigma is None
-    ):  # of a flat image it is 0: the least that can be divided by, which keeps the image as it is
+    # Of a flat image it is 0. The least that can be divided by keeps the image as it is.
+    if sigma is None:
         sigma = (
             estimate_sigma(noisy)
             .reshape(batch, -1)

@@ -71,9 +71,8 @@ class PrivateEmbeddings(EmbeddingNoise):
                 f"{type(model).__name__} has no token embeddings; only those can be private."
             )
         self.clip_norm, self._is_secret = clip_norm, seed is None
-        self._last: torch.Tensor | None = (
-            None  # the clean embeddings of the last lookup, if a text's beginning
-        )
+        # The clean embeddings of the last lookup, if a text's beginning.
+        self._last: torch.Tensor | None = None
 
     @property
     def name(self) -> str:

@@ -184,7 +184,8 @@ class DescentMixin:
                 model, inputs, keep_logits=return_outputs
             )
         self._log_tokens(inputs, losses.outputs, losses.tokens)
-        loss = losses.objective * self.args.world_size  # DDP averages gradients over processes
+        # A part of the sum over the whole step, of which DDP would take the mean over processes.
+        loss = losses.objective * self.args.world_size
         is_scaled = self._run.step.items is not None  # else each micro-batch is a mean
         loss = scaled_for_accumulation(self, loss, is_scaled, num_items_in_batch)
         return (loss, losses.outputs) if return_outputs else loss
@@ -193,12 +194,12 @@ class DescentMixin:
         """f_L of a batch; the losses of all layers are added to those of the evaluation."""
         if not self._is_labelled(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        sample = None
-        # Evaluations by `eval_strategy` are on a sample of the tokens, those that others ask for on all.
+        sample_key = None  # all tokens
+        # An evaluation that `eval_strategy` asks for reads a sample of the tokens, drawn by this key.
         if self._run.evaluation.in_training_loop:
-            sample = (self.args.process_index, self._run.totals.batches)
+            sample_key = (self.args.process_index, self._run.totals.batches)
         layers = self._run.known_objective().layers
-        losses = layers.measure(model, inputs, keep_logits=return_outputs, key=sample)
+        losses = layers.measure(model, inputs, keep_logits=return_outputs, key=sample_key)
         self._run.add_batch(losses, inputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         loss = torch.where(losses.items > 0, losses.means[-1], torch.nan)
@@ -229,14 +230,14 @@ class DescentMixin:
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
-        micro_batches = self._run.step.micro_batches
+        read_before = self._run.step.micro_batches
         with own_scaling(self):
             objective = super().training_step(*args, **kwargs)
         if not self._reads_layers:
             self._run.count_micro_batch()
             return objective
         step = self._run.step
-        if step.micro_batches == micro_batches:
+        if step.micro_batches == read_before:  # this class's `compute_loss` read no layers
             raise checks.without_layers(self)
         # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
         return step.final * self.args.world_size

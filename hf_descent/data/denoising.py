@@ -93,9 +93,8 @@ def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
     patches = frames.unflatten(-1, (-1, patch_size)).unflatten(
         -3, (-1, patch_size)
     )  # [..., T, rows, p, columns, p]
-    return (
-        patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)
-    )  # [..., rows * columns, T, p * p]
+    # [..., rows * columns, T, p * p]
+    return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)
 
 
 def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:

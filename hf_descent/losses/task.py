@@ -105,9 +105,8 @@ class TaskLoss:
             return torch.full((), labels.numel(), device=labels.device)
         if self.uses_model_loss and type(inner_model(self.model)).__name__.endswith("ForCTC"):
             return torch.full((), len(labels), device=labels.device)
-        if (
-            "start_positions" in inputs and "input_ids" in inputs
-        ):  # models leave out those past the end
+        # Models leave out those past the end.
+        if "start_positions" in inputs and "input_ids" in inputs:
             return labels.lt(inputs["input_ids"].shape[1]).sum()
 
         return labels.ne(IGNORE_INDEX).sum()

@@ -108,9 +108,8 @@ class DescentCallback(TrainerCallback):
     def _put_off_stopping(self) -> None:
         for callback in self.others:
             if isinstance(callback, EarlyStoppingCallback):
-                callback.early_stopping_patience_counter = (
-                    -1
-                )  # it is about to count this evaluation
+                # It is about to count this evaluation.
+                callback.early_stopping_patience_counter = -1
 
     def _draw(
         self, names: list[str], metrics: Mapping[str, float], args: TrainingArguments, step: int

@@ -51,12 +51,14 @@ class StepTotals:
 
     # The items of the step, over micro-batches and processes, a scalar; `None` where they were not counted.
     items: torch.Tensor | None = None
-    # [layers + 1], this process's part of f_1..f_L, and the shares of what was read: over all processes they are 1 or,
-    # where each micro-batch is a mean, the number of those with labels.
+    # [layers + 1]: this process's part of f_1..f_L, then the sum of its shares. Over all processes the shares add up
+    # to 1 or, without `items`, to the number of micro-batches with labels.
     sums: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # that were read so far
-    is_whole: bool = False  # whether the step has one micro-batch, whose labels may change after they were counted
+    # Whether the step is one micro-batch of one process: a share is then of the batch's own items, since labels may
+    # change after they were counted.
+    is_whole: bool = False
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
         """The share that a micro-batch of `count` items has in those of the step, a scalar tensor."""

@@ -1,6 +1,7 @@
 """The loss of the last layer before training and at the end of the warm-up, on the rows of evaluations.
 
-A verdict says what the constraints cost by it. One reading costs no more than a plain forward of 2,048 rows.
+A verdict says what the constraints cost by it. One reading costs no more than a plain forward of 2,048 rows of each
+evaluation set in each process.
 """
 
 import json

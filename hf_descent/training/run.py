@@ -144,7 +144,7 @@ class DescentRun:
 
     @property
     def step(self) -> StepTotals:
-        """What the present optimizer step has read so far."""
+        """What the present optimizer step has read so far: kept by the objective once there is one, before here."""
         if self.objective is None:
             return self._step
         return self.objective.totals
@@ -175,9 +175,8 @@ class DescentRun:
         """Begin an evaluation of a run that reads its layers."""
         self.totals = EvaluationTotals()
         if not self.has_started:
-            self.objective = (
-                None  # of a model that was not trained here, f_0 is that of the rows evaluated
-            )
+            # Of a model that was not trained here, f_0 is that of the rows evaluated.
+            self.objective = None
 
     def beside_evaluation(
         self, trainer: Trainer, loss_method: Callable
@@ -237,9 +236,8 @@ class DescentRun:
 
     def end_training(self, trainer: Trainer) -> None:
         self.judging = None  # found again with the f_0 of the training labels
-        self.find_noise(
-            trainer.model, trainer
-        )  # where training, resumed at its end, has read no batch
+        # Where training, resumed at its end, has read no batch.
+        self.find_noise(trainer.model, trainer)
 
     # ---- logs ----
 

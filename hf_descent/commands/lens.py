@@ -54,7 +54,10 @@ class LensArguments:
 
     data: str | None = HfArg(
         default=None,
-        help="csv, tsv, json or parquet file of held-out rows. Default: the test or validation rows of the run.",
+        help=(
+            "csv, tsv, json or parquet file of held-out rows; a language model needs one. Default: the test rows of a "
+            "run, or half of its validation rows."
+        ),
     )
     output_dir: str | None = HfArg(
         default=None,

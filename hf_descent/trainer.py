@@ -199,7 +199,7 @@ class DescentMixin:
         if self._run.evaluation.in_training_loop:
             sample_key = (self.args.process_index, self._run.totals.batches)
         layers = self._run.known_objective().layers
-        losses = layers.measure(model, inputs, keep_logits=return_outputs, key=sample_key)
+        losses = layers.evaluation_losses(model, inputs, keep_logits=return_outputs, key=sample_key)
         self._run.add_batch(losses, inputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         loss = torch.where(losses.items > 0, losses.means[-1], torch.nan)

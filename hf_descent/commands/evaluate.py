@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from ..configs import DescentArguments, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
-from ..constraints.state import DescentState
+from ..constraints.state import DualState
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser
 from ..data.splits import check_arguments
@@ -400,7 +400,7 @@ def stated_problem(
     if not chance and args.initial_loss_bound == "auto":
         return None
 
-    return DescentState(args, len(profiles[0].losses), 0, 0, chance).problem
+    return DualState(args, len(profiles[0].losses), 0, 0, chance).problem
 
 
 def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, bool]:

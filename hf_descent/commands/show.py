@@ -98,7 +98,7 @@ def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Ten
 
     reader = Readout.probe(model, inputs)
     with evaluating(model), noise:
-        logits = torch.stack(reader.read(inputs, score))
+        logits = torch.stack(reader.layer_scores(inputs, score))
     if logits.shape[1] < 2:
         raise ValueError(
             f"{type(model).__name__} has {logits.shape[1]} output; give a model of two classes or more."

@@ -191,7 +191,7 @@ class DualState:
         step, sums, held_out = self._pending
         self._pending = None
 
-        totals = sums.read()
+        totals = sums.numbers()
         layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
         if totals[-1] > 0:
             layer_losses = totals[:-1] / totals[-1]
@@ -199,7 +199,7 @@ class DualState:
         if self.held_out is None:
             self._ascend(layer_losses, step)
         elif held_out is not None:
-            self._ascend(held_out.read(), step, DUAL_EVERY)
+            self._ascend(held_out.numbers(), step, DUAL_EVERY)
 
         if step + 1 == self.active_from and self._has_learned():
             self._warmup_losses = self._running[: self.num_layers] / self._running[self.num_layers]
@@ -431,9 +431,6 @@ class DualState:
         schedule["dual_warmup_steps"] = args.dual_settings.dual_warmup_steps
         schedule["dual_optim"] = args.dual_settings.dual_optim
         return json.loads(json.dumps(schedule))
-
-
-DescentState = DualState  # its name until version 0.3
 
 
 def _last_loss(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class HostCopy:
             self._arrival = torch.cuda.Event()
             self._arrival.record(torch.cuda.current_stream(tensor.device))
 
-    def read(self) -> np.ndarray:
+    def numbers(self) -> np.ndarray:
         """The numbers in float32, once they have arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()

@@ -244,7 +244,7 @@ def _hits(
         chosen = [tokens[logits[:, tokens].argmax(-1)] for tokens in choices]
         return torch.stack([tokens == answer for tokens in chosen])  # [lists, tokens]
 
-    return torch.stack(reader.read(inputs, score))
+    return torch.stack(reader.layer_scores(inputs, score))
 
 
 def _promising_ways(gains: np.ndarray) -> list[tuple[int, int]]:

@@ -41,7 +41,7 @@ def truncate(
         raise ValueError(f"`num_layers` is {num_layers!r}; {name} has 1..{reader.num_layers}.")
 
     with probing(plain):
-        (truth,) = reader.read(inputs, output_logits, [num_layers])
+        (truth,) = reader.layer_scores(inputs, output_logits, [num_layers])
 
     return _with_layers(model, reader.stack, list(range(1, num_layers + 1)), inputs, truth)
 

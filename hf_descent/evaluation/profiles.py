@@ -233,7 +233,9 @@ def layer_profiles(
             scores = []
             for level, gamma in enumerate(gammas):
                 with noisy(noise, gamma, 0, index):
-                    measured = layers.measure(model, inputs, evaluation.score, keep_logits=False)
+                    measured = layers.evaluation_losses(
+                        model, inputs, evaluation.score, keep_logits=False
+                    )
                 scores.append(torch.stack(measured.scores))  # [layers, 4]
                 rows[level] = rows[level].plus(measured.rows, measured.is_split)
             sums.add(index, torch.stack(scores).numpy())

@@ -37,7 +37,7 @@ DEFAULT_TOKEN_FRACTION = 0.1
 
 
 @dataclass
-class StepLosses:
+class MicroBatchLosses:
     """The layer losses of one micro-batch in training."""
 
     objective: torch.Tensor  # the scalar to minimise, with its graph
@@ -47,7 +47,7 @@ class StepLosses:
 
 
 @dataclass
-class MeasuredLosses:
+class BatchLosses:
     """The layer losses of one batch, without gradient."""
 
     means: torch.Tensor  # [layers], f_l, the mean over the items of the batch; 0 without items
@@ -91,7 +91,7 @@ class ReplayedLosses:
             split = self._rows.split(outputs, inputs)
         return outputs, self.task(outputs, inputs, items), split
 
-    def step(
+    def training_losses(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
@@ -100,7 +100,7 @@ class ReplayedLosses:
         items: torch.Tensor,
         key: Sequence[int] = (),
         keep_logits: bool = False,
-    ) -> StepLosses:
+    ) -> MicroBatchLosses:
         """The losses of a micro-batch in training.
 
         Args:
@@ -138,9 +138,9 @@ class ReplayedLosses:
             # model itself weighs it.
             value = value + (outputs["loss"] - losses[-1]) * share
 
-        return StepLosses(value, parts.detach(), outputs, self._tokens(outputs, inputs))
+        return MicroBatchLosses(value, parts.detach(), outputs, self._tokens(outputs, inputs))
 
-    def measure(
+    def evaluation_losses(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
@@ -148,7 +148,7 @@ class ReplayedLosses:
         keep_logits=True,
         key=None,
         last_only=False,
-    ) -> MeasuredLosses:
+    ) -> BatchLosses:
         """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
         where none are made, its [`TokenStatistics`]. With a `key` (integers) layers are read on a sample of tokens,
         as in training, drawn by that key, the same for all layers, so that their differences are less noisy.
@@ -181,7 +181,7 @@ class ReplayedLosses:
         means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
         rows, is_split = self._rows.joined(splits, means, count)
         tokens = self._tokens(outputs, inputs)
-        return MeasuredLosses(means, count, outputs, scores, rows, is_split, tokens)
+        return BatchLosses(means, count, outputs, scores, rows, is_split, tokens)
 
     @torch.no_grad()
     def _tokens(self, outputs, inputs) -> TokenStatistics | None:
@@ -221,7 +221,7 @@ class TiledLosses:
         self._seed = seed
         self._same = same
 
-    def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
+    def training_losses(self, model, inputs, objective, share, items, key=(), keep_logits=False):
         tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), self._same)
         # What the sums of this micro-batch are divided by, to give its mean times its share.
         divisor = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
@@ -255,11 +255,11 @@ class TiledLosses:
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
         (losses,) = read_losses
-        return StepLosses(outputs["loss"], losses.sums / divisor, outputs, losses.tokens)
+        return MicroBatchLosses(outputs["loss"], losses.sums / divisor, outputs, losses.tokens)
 
-    def measure(
+    def evaluation_losses(
         self, model, inputs, score=None, keep_logits=True, key=None, last_only=False
-    ) -> MeasuredLosses:
+    ) -> BatchLosses:
         if key is None:
             tokens = self._head.tokens(inputs)
         else:
@@ -295,7 +295,7 @@ class TiledLosses:
         sums = torch.cat([losses.sums for losses in parts])  # [layers]
         count = torch.full((), len(tokens.rows), device=sums.device)
         rows = torch.cat([*(losses.rows for losses in parts), parts[-1].row_items], dim=1)
-        return MeasuredLosses(
+        return BatchLosses(
             sums / count.clamp(min=1),
             count,
             outputs,
@@ -444,4 +444,6 @@ def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
             raise ValueError("`inputs` give no loss; add `labels`.")
         return loss
 
-    return torch.stack(Readout.probe(model, inputs).read(inputs, loss_of)).float()  # [layers]
+    return torch.stack(
+        Readout.probe(model, inputs).layer_scores(inputs, loss_of)
+    ).float()  # [layers]

@@ -202,7 +202,7 @@ class TaskLoss:
             if readout is None:
                 outputs = self.model(**inputs)
             else:
-                outputs = Readout.probe(self.model, inputs, readout).read_last(inputs)
+                outputs = Readout.probe(self.model, inputs, readout).last_outputs(inputs)
             return self(outputs, {**batch, name: labels}, self.count(batch))
 
         # A custom loss need not do as its model does.

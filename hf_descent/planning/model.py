@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
 from ..compat import disable_checkpointing, enable_checkpointing
-from ..constraints.state import DescentState
+from ..constraints.state import DualState
 from ..losses import short_batch
 from ..losses.layerwise import LayerLosses, TiledLosses, find_layer_losses
 from ..losses.task import TaskLoss
@@ -105,7 +105,7 @@ class PlannedModel:
             with self._fake, Meter(self.model) as meter, probing(self.model):
                 meter.start("probe")
                 # One layer needs what another does.
-                self.layers.readout.read(self._short, output_loss, [1])
+                self.layers.readout.layer_scores(self._short, output_loss, [1])
         except (
             fake_tensor.DataDependentOutputException,
             fake_tensor.DynamicOutputShapeException,
@@ -269,13 +269,13 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     return small
 
 
-def _dual_after_warmup(args: TrainingArguments, num_layers: int) -> DescentState:
+def _dual_after_warmup(args: TrainingArguments, num_layers: int) -> DualState:
     """The dual side of a step outside the warm-up; without the curriculum of LayerSkip, which has all exits from half
     of a run on."""
     own_args = copy.copy(args)
     own_args.dual_warmup_steps = 0.0
     own_args.layerskip_rotation = args.layerskip_rotation or 1
-    return DescentState(own_args, num_layers, 1, 0, chance=1.0)
+    return DualState(own_args, num_layers, 1, 0, chance=1.0)
 
 
 def _mixed_precision(forward: Callable, args: TrainingArguments) -> Callable:

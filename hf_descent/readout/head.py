@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from . import random_state
 from .labels import are_token_labels, documents_of, with_decoder_inputs
-from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
+from .linear_cross_entropy import HeadLosses, LabelledTokens, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import (
     Call,
@@ -151,7 +151,7 @@ class HeadReadout:
 
     def _read(
         self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs
-    ) -> LayerLossSums:
+    ) -> HeadLosses:
         if layer is not None:
             hidden_states = [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
@@ -177,7 +177,7 @@ class HeadReadout:
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         with errors_explained(f"{name} returns no loss by name:"):
             replayed = torch.stack(
-                self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers)
+                self.replay.layer_scores(inputs, lambda outputs: outputs["loss"].float(), layers)
             )
 
         own = model(**inputs)

@@ -72,7 +72,7 @@ class TokenStatistics(NamedTuple):
     hits: torch.Tensor  # whether the likeliest class is right
 
 
-class LayerLossSums(NamedTuple):
+class HeadLosses(NamedTuple):
     """Losses of all layers, summed over the labelled tokens of one micro-batch."""
 
     objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
@@ -98,7 +98,7 @@ def tiled_layer_losses(
     token_statistics: bool = False,
     documents: tuple[torch.Tensor, int] | None = None,
     workspace: Workspace | None = None,
-) -> LayerLossSums:
+) -> HeadLosses:
     """Cross-entropy of every layer's hidden state read by `head(norm(h_l))`, with the gradient of their weighted sum.
 
     The gradients are ready when the call returns: one backward pass through `objective` scales them by its incoming
@@ -138,12 +138,12 @@ def tiled_layer_losses(
 
     with torch.no_grad():
         for group in inner:
-            reader.read(group)
+            reader.fill_in(group)
         entropies = hits = None
         if token_statistics:
             entropies = reader.weight.new_empty(num_tokens, dtype=reader.accumulator_dtype)
             hits = torch.empty_like(entropies, dtype=torch.bool)
-        reader.read(last, entropies, hits)
+        reader.fill_in(last, entropies, hits)
         sums = _sums(groups, tokens.samples is not None)  # [layers]
 
     objective = None
@@ -174,7 +174,7 @@ def tiled_layer_losses(
         numbers, count = documents
         of_rows = _document_sums(groups, numbers.to(there), tokens.rows, count)
     found = map_tensors(lambda tensor: tensor.to(here), (sums, statistics, *of_rows))
-    return LayerLossSums(objective, *found)
+    return HeadLosses(objective, *found)
 
 
 def _layer_groups(hidden_states, tokens, value_only, reader) -> list[LayerGroup]:

@@ -61,7 +61,7 @@ def layer_logits(model, inputs) -> list[torch.Tensor]:
     Gradients and dropout follow the ambient grad mode and the model's train/eval mode. ValueError where no shared
     readout exists (see [`Readout.probe`]).
     """
-    return Readout.probe(model, inputs).read(inputs, output_logits)
+    return Readout.probe(model, inputs).layer_scores(inputs, output_logits)
 
 
 class Readout:
@@ -202,16 +202,16 @@ class Readout:
             reason = str(error).split("\n")[0][:200]
         logger.info(f"Layers are read one by one: read together, {reason}.")
 
-    def read(self, inputs, score, layers=None) -> list:
+    def layer_scores(self, inputs, score, layers=None) -> list:
         """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
         scores = []
         with self.attach(lambda layer, outputs, hidden: scores.append(score(outputs)), layers):
             self.model(**inputs)
         return scores
 
-    def read_last(self, inputs):
+    def last_outputs(self, inputs):
         """The outputs of the last layer."""
-        return self.read(inputs, lambda outputs: outputs, [self.num_layers])[0]
+        return self.layer_scores(inputs, lambda outputs: outputs, [self.num_layers])[0]
 
     def _check_parameters(self, hidden, inputs):
         """ValueError where `readout` trains parameters that are not the model's."""

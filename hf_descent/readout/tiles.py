@@ -125,7 +125,7 @@ class TiledReader:
         rate."""
         return max(1, self.rows_per_tile // max(1, num_tokens))
 
-    def read(self, group: LayerGroup, entropies=None, hits=None) -> None:
+    def fill_in(self, group: LayerGroup, entropies=None, hits=None) -> None:
         """Fill in the losses of a group and, where it has coefficients, the gradients; of a single layer the
         `entropies` and `hits` `[tokens]`, where given."""
         trains = self.trains and group.coefficients is not None

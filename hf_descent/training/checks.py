@@ -10,7 +10,7 @@ from transformers.trainer_utils import has_length
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentArguments
 from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
-from ..constraints.state import DescentState
+from ..constraints.state import DualState
 from ..logs import get_logger
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
@@ -178,7 +178,7 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def report_layers_at_chance(readout: Readout, dual: DescentState, steps: int) -> None:
+def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> None:
     """Log, once, that a head of texts finds nothing in the early layers though the last one has learned: from the end
     of the warm-up, or a tenth of the run, on. `steps` have been trained."""
     if dual.problem is None or steps < max(dual.active_from, dual.max_steps // 10):

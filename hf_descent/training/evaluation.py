@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..constraints.objectives import UNCONSTRAINED, WITH_MULTIPLIERS
 from ..constraints.problem import largest_rise
-from ..constraints.state import DescentState
+from ..constraints.state import DualState
 from ..evaluation import LayerProfile
 from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
@@ -162,7 +162,7 @@ class LayersBeside:
 
             inputs = without_repeats(inputs, own_rows)
             place = (trainer.args.process_index, self._totals.batches)
-            losses = layers.measure(model, inputs, keep_logits=False, key=place)
+            losses = layers.evaluation_losses(model, inputs, keep_logits=False, key=place)
 
         if own_rows == 0:
             return
@@ -176,7 +176,7 @@ class LayersBeside:
         """What was read, in this process."""
         return self._totals
 
-    def judging_state(self, is_trained: bool) -> DescentState | None:
+    def judging_state(self, is_trained: bool) -> DualState | None:
         """The problem that the layers are judged by; `None` where they were not read. All processes call it.
 
         `is_trained` says whether the trainer has trained the model or is at it.
@@ -227,7 +227,7 @@ def gathered(
 
 
 def layer_metrics(
-    dual: DescentState,
+    dual: DualState,
     rows: EvaluatedRows,
     labels: ChanceLoss | None,
     prefix: str,
@@ -298,7 +298,7 @@ def feasible_score(last_loss: float, certificate: Certificate | None) -> float:
 
 
 def facts_of(
-    dual: DescentState | None, problem: dict[str, Any], also_selected: bool
+    dual: DualState | None, problem: dict[str, Any], also_selected: bool
 ) -> dict[str, Any]:
     """The facts of training that a verdict on `problem` reports; some only where it is that of the training."""
     facts: dict[str, Any] = {"also_selected": also_selected}
@@ -315,7 +315,7 @@ def facts_of(
 
 def add_facts(
     profile: LayerProfile,
-    judge: DescentState | None,
+    judge: DualState | None,
     overlaps_training: bool,
     plain_loss: float | None,
 ) -> None:

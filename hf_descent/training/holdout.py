@@ -99,7 +99,7 @@ class HeldOutRows:
         ):
             for part, batch in batches.items():
                 inputs = trainer._prepare_inputs(batch)
-                measured = layers.measure(model, inputs, keep_logits=False, key=(part,))
+                measured = layers.evaluation_losses(model, inputs, keep_logits=False, key=(part,))
                 sums = measured.means * measured.items  # [layers]
                 totals = totals + torch.cat([sums, measured.items.to(sums)[None]])
 

@@ -2,7 +2,7 @@
 
 from transformers import Trainer
 
-from ..constraints.state import DescentState
+from ..constraints.state import DualState
 from ..evaluation import LayerProfile
 from ..logs import get_logger
 from ..losses.chance import ChanceLoss
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 def judging_state(
     trainer: Trainer, num_layers: int, chance: float | None, is_trained: bool
-) -> DescentState:
+) -> DualState:
     """The problem of a trainer's arguments, or of the run that its model comes from where they state none and this
     trainer has not trained it; its `problem` is `None` where f_0 is not known.
 
@@ -29,7 +29,7 @@ def judging_state(
     """
     if chance == 0:
         chance = None
-    dual = DescentState(trainer.args, num_layers, 0, 0, chance)  # of 0 steps: it judges alone
+    dual = DualState(trainer.args, num_layers, 0, 0, chance)  # of 0 steps: it judges alone
     if not is_trained:
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
     if dual.problem is None and (trainer.args.exit_targets or trainer.args.loss_targets):
@@ -74,7 +74,7 @@ def measured_chance_in_training(trainer: Trainer) -> float | None:
     return chance_in_training(trainer, task, chance_loss)
 
 
-def state_for_profile(trainer: Trainer, profile: LayerProfile, is_trained: bool) -> DescentState:
+def state_for_profile(trainer: Trainer, profile: LayerProfile, is_trained: bool) -> DualState:
     """As [`judging_state`], for a layer profile where no evaluation has found the problem."""
     chance = None
     if is_trained:

@@ -14,8 +14,8 @@ from torch import nn
 from ..configs import DescentArguments
 from ..constraints.multipliers import Multipliers
 from ..constraints.problem import DescentProblem
-from ..constraints.state import DescentState
-from ..losses.layerwise import LayerLosses, StepLosses, find_layer_losses
+from ..constraints.state import DualState
+from ..losses.layerwise import LayerLosses, MicroBatchLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..models import give_linear_readout
 from ..readout.replay import probing
@@ -32,7 +32,7 @@ class LayerObjective:
     `rank` is that of this process among the `processes` that train together.
     """
 
-    def __init__(self, layers: LayerLosses, dual: DescentState, rank: int = 0, processes: int = 1):
+    def __init__(self, layers: LayerLosses, dual: DualState, rank: int = 0, processes: int = 1):
         self.layers = layers
         self.dual = dual
         self._rank = rank
@@ -56,14 +56,14 @@ class LayerObjective:
 
     def layer_losses(
         self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False
-    ) -> StepLosses:
+    ) -> MicroBatchLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
         share = self.totals.share(self._count(batch))
         items = self.totals.items
         if items is None:
             items = share.new_ones(())
 
-        losses = self.layers.step(
+        losses = self.layers.training_losses(
             model,
             batch,
             self.dual.objective_at(self.global_step),
@@ -223,7 +223,7 @@ class DescentObjective(LayerObjective):
             chances = [chance]
             dist.broadcast_object_list(chances)
             (chance,) = chances
-        dual = DescentState(args, layers.num_layers, max_steps, 0, chance, device)
+        dual = DualState(args, layers.num_layers, max_steps, 0, chance, device)
         super().__init__(layers, dual, rank, processes)
 
 

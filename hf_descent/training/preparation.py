@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer
 
 from ..constraints.objectives import UNCONSTRAINED
-from ..constraints.state import STATE_NAME, DescentState, read_state
+from ..constraints.state import STATE_NAME, DualState, read_state
 from ..evaluation.scoring import name_of
 from ..logs import get_logger
 from ..losses.chance_probe import find_chance_loss
@@ -171,7 +171,7 @@ def make_dual(
     inputs: Mapping[str, Any],
     dual_dataset,
     checkpoint: str | None,
-) -> DescentState:
+) -> DualState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on `dual_dataset`, or on the rows of training."""
     saves_dual = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
@@ -186,7 +186,7 @@ def make_dual(
         if not trainer.is_in_train:
             problem = RunFolder(loaded_from(trainer.model)).summary
 
-    dual = DescentState(
+    dual = DualState(
         trainer.args,
         layers.num_layers,
         trainer.state.max_steps,

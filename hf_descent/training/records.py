@@ -14,7 +14,7 @@ from ..evaluation import Certificate, LayerProfile
 from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import Result
 from ..losses.chance import ChanceLoss
-from ..losses.layerwise import MeasuredLosses, StepLosses
+from ..losses.layerwise import BatchLosses, MicroBatchLosses
 from ..losses.task import TaskLoss
 
 
@@ -68,7 +68,7 @@ class StepTotals:
             items = self.items
         return count / items.clamp(min=1)
 
-    def add(self, losses: StepLosses, share: torch.Tensor) -> None:
+    def add(self, losses: MicroBatchLosses, share: torch.Tensor) -> None:
         """Count a micro-batch more, with its `share`."""
         parts = torch.cat([losses.sums, share.to(losses.sums)[None]])  # [layers + 1]
         if self.sums is not None:
@@ -103,7 +103,7 @@ class EvaluationTotals:
     batches: int = 0
     labels: ChanceLoss | None = None  # of which the loss at chance is known
 
-    def plus(self, losses: MeasuredLosses, labels: ChanceLoss | None = None) -> "EvaluationTotals":
+    def plus(self, losses: BatchLosses, labels: ChanceLoss | None = None) -> "EvaluationTotals":
         """These, with a batch more."""
         if labels is not None:
             labels = labels.plus(self.labels)

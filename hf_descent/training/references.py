@@ -151,7 +151,7 @@ def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
                 continue
 
             inputs = without_repeats(trainer._prepare_inputs(inputs), own_rows)
-            losses = layers.measure(model, inputs, keep_logits=False, last_only=True)
+            losses = layers.evaluation_losses(model, inputs, keep_logits=False, last_only=True)
             if own_rows != 0:
                 reading[number] = losses.rows
 

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerState
 
-from ..constraints.state import STATE_NAME, DescentState
+from ..constraints.state import STATE_NAME, DualState
 from ..evaluation import Certificate, LayerProfile
-from ..losses.layerwise import MeasuredLosses
+from ..losses.layerwise import BatchLosses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout
@@ -34,7 +34,7 @@ class DescentRun:
         task ([`TaskLoss`], *optional*): found on the first batch, also of plain training that needs it.
         objective ([`LayerObjective`], *optional*): found on the first batch of a run that reads its layers.
         noise ([`EmbeddingNoise`], *optional*): that of training, with its scale.
-        judging ([`DescentState`], *optional*): the problem that judges a model which was not trained under it.
+        judging ([`DualState`], *optional*): the problem that judges a model which was not trained under it.
         beside ([`LayersBeside`], *optional*): the layers of plain training, which evaluations read.
         evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
@@ -50,7 +50,7 @@ class DescentRun:
         self.task: TaskLoss | None = None
         self.objective: LayerObjective | None = None
         self.noise: EmbeddingNoise | None = None
-        self.judging: DescentState | None = None
+        self.judging: DualState | None = None
         self.beside: LayersBeside | None = None
 
         self.evaluation = Evaluation()
@@ -62,12 +62,12 @@ class DescentRun:
         return self.record.started is not None
 
     @property
-    def dual(self) -> DescentState | None:
+    def dual(self) -> DualState | None:
         """The dual side of a run that reads its layers, once it is known."""
         return None if self.objective is None else self.objective.dual
 
     @property
-    def judge(self) -> DescentState | None:
+    def judge(self) -> DualState | None:
         """What evaluations judge the model by: the dual side, or of plain training the problem found since."""
         return self.judging if self.dual is None else self.dual
 
@@ -197,7 +197,7 @@ class DescentRun:
         if self.judging.problem is not None:
             profile.problem = self.judging.problem.state_dict()
 
-    def add_batch(self, losses: MeasuredLosses, inputs: Mapping[str, Any]) -> None:
+    def add_batch(self, losses: BatchLosses, inputs: Mapping[str, Any]) -> None:
         """Add a batch to what the present evaluation has read."""
         labels = self.dual.constant
         if labels is not None:

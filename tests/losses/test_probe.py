@@ -57,7 +57,7 @@ def test_layers_found_on_beginnings_have_the_losses_of_the_whole_batch(kind):
     layers = find_layer_losses(made, inputs, task)
     assert task.shifts_labels and task.divides_by_items(inputs)
     torch.testing.assert_close(
-        layers.measure(made, inputs).means, layer_losses(made, inputs).detach()
+        layers.evaluation_losses(made, inputs).means, layer_losses(made, inputs).detach()
     )
 
 
@@ -131,7 +131,7 @@ def test_the_probe_takes_two_rows_of_what_is_no_token_and_finds_the_same(kind):
     made.eval().gradient_checkpointing_disable()
     layers = find_layer_losses(made, inputs, TaskLoss.probe(made, inputs))
     torch.testing.assert_close(
-        layers.measure(made, inputs).means, layer_losses(made, inputs).detach()
+        layers.evaluation_losses(made, inputs).means, layer_losses(made, inputs).detach()
     )
 
 
@@ -162,7 +162,7 @@ def test_images_that_belong_to_tokens_stay_with_them():
         assert len(task.short(inputs)["input_ids"]) == (ROWS if 2 in images else 2)
         layers = find_layer_losses(made, inputs, task)
         torch.testing.assert_close(
-            layers.measure(made, inputs).means, layer_losses(made, inputs).detach()
+            layers.evaluation_losses(made, inputs).means, layer_losses(made, inputs).detach()
         )
 
 
@@ -185,7 +185,7 @@ def test_what_only_looks_like_tokens_stays_whole(kind):
         }
     layers = find_layer_losses(made, inputs, TaskLoss.probe(made, inputs))
     torch.testing.assert_close(
-        layers.measure(made, inputs).means, layer_losses(made, inputs).detach()
+        layers.evaluation_losses(made, inputs).means, layer_losses(made, inputs).detach()
     )
 
 
@@ -240,5 +240,5 @@ def test_the_probe_needs_no_more_memory_than_the_step(setting, kind):
     made.eval()
     layers = find_layer_losses(made, inputs, TaskLoss.probe(made, inputs))
     torch.testing.assert_close(
-        layers.measure(made, inputs).means, layer_losses(made, inputs).detach()
+        layers.evaluation_losses(made, inputs).means, layer_losses(made, inputs).detach()
     )

@@ -84,7 +84,7 @@ def measured(model, batch, **settings):
     task = TaskLoss.probe(model, batch, loss_fn=settings.pop("loss_fn", None))
     with evaluating(model):
         layers = find_layer_losses(model, batch, task, **settings)
-        return layers, layers.measure(model, batch, keep_logits=False)
+        return layers, layers.evaluation_losses(model, batch, keep_logits=False)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -132,7 +132,7 @@ def test_a_custom_loss_is_called_on_each_row_and_one_across_rows_makes_the_batch
     rows = found.rows[found.rows[:, -1] > 0]
     torch.testing.assert_close(rows, torch.cat([6 * found.means, torch.tensor([6.0])])[None])
     with evaluating(model):  # and is not tried again
-        again = layers.measure(model, batch)
+        again = layers.evaluation_losses(model, batch)
     assert len(again.rows) == 1 and not again.is_split
 
 
@@ -169,8 +169,8 @@ def test_a_sample_of_the_tokens_is_unbiased_row_by_row():
     task = TaskLoss.probe(model, batch)
     with evaluating(model):
         layers = find_layer_losses(model, batch, task, token_fraction=0.5)
-        whole = layers.measure(model, batch).rows
-        draws = [layers.measure(model, batch, key=(draw,)) for draw in range(300)]
+        whole = layers.evaluation_losses(model, batch).rows
+        draws = [layers.evaluation_losses(model, batch, key=(draw,)) for draw in range(300)]
     for draw in draws[:5]:
         total = draw.rows.sum(0)
         torch.testing.assert_close(total[:-1] / total[-1], draw.means, rtol=1e-4, atol=1e-5)

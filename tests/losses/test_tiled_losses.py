@@ -351,8 +351,10 @@ def test_large_vocabularies_are_read_on_a_sample_of_the_tokens():
     model, batch = llama(vocab_size=VOCAB).eval(), default_data_collator(rows)
     layers = find_layer_losses(model, batch, TaskLoss.probe(model, batch), token_fraction=0.3)
     with torch.no_grad():
-        whole = layers.measure(model, batch)
-        samples = [layers.measure(model, batch, key=(draw % 40,)).means for draw in range(41)]
+        whole = layers.evaluation_losses(model, batch)
+        samples = [
+            layers.evaluation_losses(model, batch, key=(draw % 40,)).means for draw in range(41)
+        ]
     assert torch.equal(samples[0], samples[40]) and not torch.equal(samples[0], samples[1])
     errors = torch.stack(samples[:40]) - whole.means  # [draws, layers]
     assert errors[:, -1].abs().max() < 1e-5 and (errors[:, :-1].std(0) > 0).all()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import config
 
-from hf_descent.constraints.state import DescentState
+from hf_descent.constraints.state import DualState
 
 
 NUMBERS = st.one_of(
@@ -79,7 +79,7 @@ def test_any_settings_give_right_multipliers_or_an_error_that_names_them(tmp_pat
         nonlocal compared
         try:
             args = config(tmp_path, **{"dual_optim": "sgd", **given})
-            state = DescentState(args, 3, len(steps), 0, 1.05)
+            state = DualState(args, 3, len(steps), 0, 1.05)
             for step, losses in enumerate(steps):
                 state.dual_step(torch.tensor(losses), step)
         except ValueError as error:

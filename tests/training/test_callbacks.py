@@ -12,7 +12,7 @@ from programs import ROOT, python
 from tiny import Stream, bert, classification_data, config, trained, watch
 
 from hf_descent import DescentTrainer
-from hf_descent.constraints.state import DescentState
+from hf_descent.constraints.state import DualState
 from hf_descent.evaluation import Certificate
 from hf_descent.evaluation.plots import pixels, plot_evaluation
 from hf_descent.training.callbacks import show_messages, training_line
@@ -181,7 +181,7 @@ def test_layers_that_stay_at_chance_are_said_whenever_it_happens(tmp_path, caplo
     """The last layer learns late: long after the warm-up, and a tenth of the run."""
     readout = SimpleNamespace(readout=None, model=bert())
     args = config(tmp_path, descent_alpha="line", dual_warmup_steps=5)
-    state = DescentState(args, 3, 100, 0, chance=1.0)
+    state = DualState(args, 3, 100, 0, chance=1.0)
     with caplog.at_level(logging.INFO):
         for step in range(100):
             state.dual_step(torch.tensor([1.0, 1.0, 1.0 if step < 50 else 0.3]), step)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+import help_pages
 import pytest
 import yaml
 from tiny import bert
@@ -224,7 +225,7 @@ HELP_WITHOUT_TORCH = """
 import sys
 from hf_descent import cli
 asked = [[], ["--help"], ["--version"]]
-asked += [[name, "--help"] for name, command in cli.COMMANDS.items() if command.add_flags]
+asked += [[name, flag] for name in cli.COMMANDS for flag in ("--help", "-h")]
 for words in asked:
     try:
         cli.main(words)
@@ -235,10 +236,31 @@ print(len(asked))
 """
 
 
-def test_the_help_of_plain_tools_needs_neither_torch_nor_transformers():
+def test_help_needs_neither_torch_nor_transformers():
     words = [sys.executable, "-c", HELP_WITHOUT_TORCH]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "9"
+    assert done.stdout.splitlines()[-1] == str(3 + 2 * len(cli.COMMANDS))
+
+
+def installed_as_pinned(*names):
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    return all(f"{name}=={version(name)}" in lines for name in names)
+
+
+@pytest.mark.skipif(
+    not installed_as_pinned("transformers", "trl"), reason="the stored help is of pinned releases"
+)
+@pytest.mark.parametrize("command", help_pages.STORED, ids=lambda command: command.name)
+def test_stored_help_is_that_of_the_parser(command):
+    stored = command.help_page.read_text(encoding="utf-8")
+    # Releases of Python wrap lines differently.
+    assert stored.split() == help_pages.help_of(command).split(), "run `python tests/help_pages.py`"
+
+
+def test_help_beside_a_recipe_shows_its_values(capsys, recipe):
+    assert "(default: 0.25)" not in shown(capsys, "classify", "--help")
+    path = recipe("descent_strength: 0.25\n")
+    assert "(default: 0.25)" in shown(capsys, "classify", "--config", path, "--help")
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -251,7 +273,8 @@ def test_a_command_is_a_module_with_these_functions(name):
 def test_help_without_what_the_extras_install():
     code = (
         "import sys\nsys.modules.update(trl=None, peft=None, optuna=None, av=None)\nfrom hf_descent import cli\n"
-        "for command in cli.COMMANDS:\n    sys.argv = ['hf-descent', command, '--help']\n"
+        "for command in cli.COMMANDS:\n    sys.argv = ['hf-descent', command, '--help_all']\n"
+        "    if cli.COMMANDS[command].add_flags:\n        sys.argv[-1] = '--help'\n"
         "    try:\n        cli.console()\n    except SystemExit as end:\n        print('ended', command, end.code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -1,13 +1,16 @@
 """The commands of `hf-descent`, one module each. Nothing in the library imports from here.
 
 A module with the name of the command has `run(*arguments)`. They come from `parse(argv, prog, description)` of that
-module or, of a plain tool, from its flags in `flags.py`, whose help needs neither torch nor transformers.
+module or, of a plain tool, from its flags in `flags.py`. No command needs torch or transformers for its `--help`: what
+takes a module to find out is stored in `help/`, written by `python tests/help_pages.py`.
 """
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import flags
 from .arguments import refuse
@@ -33,16 +36,25 @@ class Command:
         """The arguments of `run` that a command line gives; ValueError where it is wrong."""
         prog = f"hf-descent {self.name}"
         if self.add_flags is None:
-            return self._module().parse(argv, prog, self.summary)
+            if list(argv) in (["-h"], ["--help"]):
+                print(self.help_page.read_text(encoding="utf-8"), end="")
+                sys.exit(0)
+            return self.module().parse(argv, prog, self.summary)
+
         parser = argparse.ArgumentParser(prog=prog, description=self.summary, allow_abbrev=False)
         parser.error = refuse
         self.add_flags(parser)
         return (parser.parse_args(argv),)
 
     def run(self, *arguments) -> None:
-        self._module().run(*arguments)
+        self.module().run(*arguments)
 
-    def _module(self):
+    @property
+    def help_page(self) -> Path:
+        """The stored help of a command whose module parses: importing what it has arguments of takes seconds."""
+        return Path(__file__).parent / "help" / f"{self.name}.txt"
+
+    def module(self):
         return importlib.import_module(f".{self.name}", __name__)
 
 

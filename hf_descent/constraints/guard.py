@@ -10,11 +10,12 @@ shrink by the share rho = `Multipliers.SHRINKAGE` in each dual step, whatever th
 
 **Where training rests.** If the constraints can be met within the limit, the guard does nothing there. Otherwise
 f_L swings below its limit, and multipliers grow in some steps and shrink in the others. With plain ascent (step size
-eta) and a share theta of the steps in which they shrink, lambda stands still where
+eta), a share theta of the steps in which they shrink, and the mean pace p of growth in the others (see "Pace"), lambda
+stands still where
 
-    (1 - theta) eta g = theta rho lambda,      that is,
+    (1 - theta) p eta g = theta rho lambda,      that is,
 
-    lambda = [g]_+ / c,      c = (rho / eta) theta / (1 - theta).
+    lambda = [g]_+ / c,      c = (rho / (p eta)) theta / (1 - theta).
 
 This is the point of rest of resilience with the coefficient c (see `multipliers.py`), except that nobody has to choose
 c: the guard finds one at which f_L keeps to its limit. In a convex problem the same point solves
@@ -35,8 +36,10 @@ evidence is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m
 so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
-rest again. Each time that they begin to shrink, the pace of growth becomes a fiftieth of what it was. It recovers by
-0.3 % in each step without a rise. The point of rest does not depend on the pace, which acts as a smaller eta.
+rest again. Each time that they begin to shrink, the pace of growth becomes a fifth of what it was. It recovers by 2 %
+in each step without a rise, up to 1: after a single rise it is back there in log 5 / log 1.02 = 82 steps. Where f_L
+keeps coming back to its limit, the pace falls until about as many steps of growth lie between two rises. The form of
+the point of rest does not depend on the pace, which acts as a smaller eta.
 
 The guard sees a rise of f_L. It does not know what plain training would have reached by now, and it cannot tell why
 f_L rises: harder data late in the run counts as a rise, too.
@@ -62,7 +65,7 @@ class LastLayerGuard:
     ENOUGH, MOST, ALLOWED = 12.0, 3.0, 0.25
     LEAST_NOISE = 1e-3  # of the limit, for losses that hardly vary
     # Factors of the pace of growth, whenever multipliers begin to shrink and in each step after; its least value.
-    BACK_OFF, RECOVERY = 0.02, 1.003
+    BACK_OFF, RECOVERY = 0.2, 1.02
     LEAST_PACE = 0.001
     _NAMES = (
         "count",

@@ -60,6 +60,21 @@ def test_a_rise_makes_the_multipliers_shrink_until_the_loss_is_back(kind):
     assert not guard.shrinks and guard.growth > 0
 
 
+def test_after_a_rise_growth_begins_at_a_fifth_and_is_whole_again_after_82_steps():
+    guard = LastLayerGuard(0.02)
+    for loss in [1.0] * 60 + [1.5] * 20:
+        guard.observe(loss)
+    assert guard.shrinks and guard.growth == 0
+
+    growths = []
+    while not growths or growths[-1] < 1:
+        guard.observe(0.9)
+        if not guard.shrinks:
+            growths.append(guard.growth)
+    assert growths[0] == pytest.approx(0.2 * 1.02)
+    assert len(growths) == math.ceil(math.log(5) / math.log(1.02)) == 82
+
+
 def test_the_statistics_are_those_of_sums_written_out():
     guard, losses = LastLayerGuard(0.1), draws("wide", 60, seed=1)
     for loss in losses:

@@ -61,11 +61,12 @@ class LastLayerGuard:
     SLOW_SHARE = 4  # the slow mean gives the newest of t losses the weight 4/t
     FIRST_BEST = 20  # losses before which no best value is taken
     OF_BEST = 2.0  # standard errors by which the best value is put higher
-    # Evidence: how much makes multipliers shrink, the most of a step, and what noise alone may give in a step.
-    ENOUGH, MOST, ALLOWED = 12.0, 3.0, 0.25
+    ENOUGH = 12.0  # evidence that makes multipliers shrink
+    MOST = 3.0  # evidence that a step may add
+    ALLOWED = 0.25  # standard deviations above the limit that are no evidence
     LEAST_NOISE = 1e-3  # of the limit, for losses that hardly vary
-    # Factors of the pace of growth, whenever multipliers begin to shrink and in each step after; its least value.
-    BACK_OFF, RECOVERY = 0.2, 1.02
+    BACK_OFF = 0.2  # factor of the pace of growth whenever multipliers begin to shrink
+    RECOVERY = 1.02  # its factor in each step that does not shrink them
     LEAST_PACE = 0.001
     _NAMES = (
         "count",
@@ -118,8 +119,10 @@ class LastLayerGuard:
     def _add_evidence(self, loss: float) -> None:
         if math.isinf(self.best):
             return
+
         noise = math.sqrt(max(self.variances))
         noise = max(noise, self.LEAST_NOISE * abs(self.limit), torch.finfo(torch.float32).tiny)
+
         excess = (loss - self.limit) / noise - self.ALLOWED
         self.evidence += min(excess, self.MOST)
         self.evidence = min(max(self.evidence, 0.0), self.ENOUGH)
@@ -128,6 +131,7 @@ class LastLayerGuard:
         self.count += 1
         half_square = 0.5 * (loss - self.previous) ** 2  # without a trend its mean is the variance
         self.previous = loss
+
         present = max(1 / self.count, 1 / self.WINDOW)  # at first all losses count alike
         slow = min(self.SLOW_SHARE / (self.count + self.SLOW_SHARE - 1), present)
 
@@ -135,17 +139,19 @@ class LastLayerGuard:
             self.means[index] += weight * (loss - self.means[index])
             self.square_weights[index] *= (1 - weight) ** 2
             self.square_weights[index] += weight**2
+
             if self.count == 2:  # the first difference
                 self.variances[index] = half_square
             elif self.count > 2:
                 self.variances[index] += weight * (half_square - self.variances[index])
 
     def _set_pace(self) -> None:
-        begins = not self.shrinks and self.evidence >= self.ENOUGH
-        self.shrinks = self.evidence > 0 and (self.shrinks or begins)
-        if begins:
+        if self.evidence >= self.ENOUGH and not self.shrinks:
+            self.shrinks = True
             self.pace = max(self.BACK_OFF * self.pace, self.LEAST_PACE)
-        elif not self.shrinks:
+        if self.evidence == 0:
+            self.shrinks = False
+        if not self.shrinks:
             self.pace = min(self.RECOVERY * self.pace, 1.0)
 
     @property

@@ -163,11 +163,13 @@ def means_of(of_arm: dict[int, dict], plain: dict[int, dict], most: dict[int, di
     seeds = [seed for seed in of_arm if seed in plain]
     first, last = (np.mean([of_arm[seed]["losses"][layer] for seed in seeds]) for layer in (0, -1))
     cells = [f"{len(seeds)}", f"{first:.3f}", f"{last:.3f}"]
+
     if of_arm is plain:
         return [*cells, "-", "-", "-", "-"]
 
     prices = [price(of_arm[seed], plain[seed]) for seed in seeds]
     gains = [gain(of_arm[seed], plain[seed]) for seed in seeds]
+
     share = "-"
     both = [seed for seed in seeds if seed in most]
     if both:
@@ -217,10 +219,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
     needed = dict.fromkeys(("lora", "decoder"), ("stories260k", "alpaca"))
     needed["encoder"] = ("minilm", "rt_polarity")
+
     for kind in options.kinds:
         for name in needed.get(kind, ()):
             if not getattr(options, name):
                 parser.error(f"The kind {kind} needs --{name}.")
+
     return options
 
 

@@ -165,6 +165,7 @@ def search(
         coefficients.after(last["missed"], last["broke"])
         last = run(coefficients.values, rate)
         runs.append(last)
+
     return runs
 
 
@@ -189,6 +190,7 @@ def denoiser(smoke: bool):
     if smoke:
         steps = 4
         parts = [clips[:64] for clips in parts]
+
     model, config = demo.denoiser(pans()[0], steps)
     return model, [demo.rows_of(clips) for clips in parts], config, {}
 
@@ -201,8 +203,10 @@ def texts(kind: str, model_path: str, folder: str):
     files = {
         f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in parts.items()
     }
+
     arguments = DataArguments(label_column="label", max_eval_samples=4000, **files)
     data = tokenize(load_text_classification(arguments), tokenizer, 64)
+
     rows = data["train"].shuffle(seed=0)
     certify = concatenate_datasets([data[part] for part in TEXTS[kind]])
     return tokenizer, [rows.select(range(1000, len(rows))), rows.select(range(1000)), certify]
@@ -226,10 +230,12 @@ def instructions(model_path: str, file: str):
         train_file=file, prompt_format="alpaca", validation_split_percentage=1
     )
     rows = load_alpaca(arguments, tokenizer)["train"].shuffle(seed=0)
+
     rows = rows.map(
         partial(completion_labels, tokenizer=tokenizer, limit=256), remove_columns=rows.column_names
     )
     rows = rows.filter(lambda row: max(row["labels"][1:]) >= 0)  # cut before its answer
+
     return tokenizer, [
         rows.select(range(1500, len(rows))),
         rows.select(range(500)),
@@ -260,6 +266,7 @@ def train(
         "imdb": (*texts, options.imdb),
         "lm": (lm, options.stories260k, options.alpaca),
     }[kind]
+
     make(*sources)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
     model, (rows, select, certify), given, extra = make(*sources)
@@ -279,9 +286,11 @@ def train(
     verdicts = [
         replace(profile, problem=problem.state_dict()).certificate() for profile in profiles
     ]
+
     multipliers = None
     if trainer.multipliers is not None:
         multipliers = trainer.multipliers.values.tolist()
+
     last = profiles[0].losses[-1]
     return {
         "select": profiles[0].losses.tolist(),
@@ -326,6 +335,7 @@ def runner(
         chosen = settings_of(arm, exits, coefficients)
         if arm == "ours":
             chosen.update(options.settings)
+
         key = {"task": task, "exits": exits, "rate": rate, "seed": seed}
         key.update(chosen, steps=steps_of(kind, options))
         of_run = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
@@ -358,10 +368,12 @@ def defaults(options: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     first = options.seeds[0]
+
     for kind, arm in itertools.product(options.defaults, ("plain", "ours")):
         task = f"{kind}_defaults"
         tried = [runner(options, task, arm, first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
         rate = min(tried, key=lambda found: found["select"][-1])["rate"]
+
         for seed in options.seeds:
             run = runner(options, task, arm, seed)((1.0,), rate)
             losses, values = (
@@ -370,6 +382,7 @@ def defaults(options: argparse.Namespace) -> str:
             share = "-"
             if run["share"] is not None:
                 share = f"{run['share']:.2f}"
+
             lines.append(
                 f"| {kind} | {arm} | {rate:g} | {seed} | {run['met']} | {share} | {losses} | {values} |"
             )
@@ -395,10 +408,12 @@ def table(options: argparse.Namespace) -> str:
         if shown is None:
             number = f"not in {len(runs)}"
             shown = min(runs, key=lambda run: (run["broke"], run["beyond"]))
+
         last = shown["certify"][-1]
         ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
         first = f"{sum(run['met'] for run in runs[: len(LEARNING_RATES[task.split('_')[0]])])}"
         seconds = sum(run["seconds"] for run in runs)
+
         lines.append(
             f"| {task} | {arm} | {seed} | {number} | {first} | {last:.4f} | {ratios} | {seconds:.0f} |"
         )
@@ -409,6 +424,7 @@ def holds(options: argparse.Namespace) -> str:
     """Of every task and arm: how many searches met the specification, and with how many of the other seeds the
     settings that they found meet it as well."""
     pairs = {}
+
     for task, arm, seed, runs in list(searches(options)):
         pairs.setdefault((task, arm), [])
         found = found_by(runs)
@@ -416,6 +432,7 @@ def holds(options: argparse.Namespace) -> str:
             others = [runner(options, task, arm, other) for other in options.seeds if other != seed]
             met = [run(found["coefficients"], found["rate"])["met"] for run in others]
             pairs[task, arm].append(met)
+
     lines = ["| task | arm | searches that met it | pairs that hold |", "|---|---|---|---|"]
     for (task, arm), found in pairs.items():
         held = f"{sum(map(sum, found))} of {sum(map(len, found))}"
@@ -455,6 +472,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--smoke", action="store_true", help="four steps on a few rows, to see that it works"
     )
     options = parser.parse_args(argv)
+
     needed = {
         "minilm": ["minilm", "rt_polarity"], "imdb": ["minilm", "imdb"], "lm": ["stories260k", "alpaca"],
     }  # fmt: skip
@@ -462,6 +480,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         is_asked = kind in [task.split("_")[0] for task in options.defaults or options.tasks]
         if is_asked and not all(getattr(options, name) for name in names):
             parser.error(f"The tasks of {kind} need --{' and --'.join(names)}.")
+
     return options
 
 

@@ -341,28 +341,23 @@ class DescentProblem:
         log(f_0 / f_l) / ((l / L) log(f_0 / f_L)), with the estimated loss at chance as f_0.
 
         1 is an even geometric descent, 0 a layer at chance. A worse last layer raises it: never quote it without f_L.
-        `None` where it says nothing: chance is not known, f_L is not below it, or a loss is not positive.
+        `None` where it says nothing: chance is not measured, f_L is not below it, or a loss is not positive.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers).cpu().double()
         below_last = [layer for layer in self.constrained_layers if layer < self.num_layers]
-        chance = self.chance_loss
-        if not below_last or chance is None:
+        if not below_last or self.chance_loss is None:
             return None
-        if not (losses > 0).all() or not losses[-1] < chance:
+        if not (losses > 0).all() or not losses[-1] < self.chance:
             return None
 
         layers = torch.tensor(below_last)
-        heights = (chance / losses).log()
+        heights = (self.chance / losses).log()
         return (self.num_layers / layers * heights[layers - 1] / heights[-1]).min().item()
 
     @property
     def chance(self) -> float:
-        """The loss of a constant prediction as far as it is known: f_0, or `chance_loss` where that is less. Less what
-        float32 may round off the loss of such a prediction."""
-        chance = self.initial_loss_bound
-        if self.chance_loss is not None:
-            chance = min(chance, self.chance_loss)
-        return (1 - 1e-6) * chance
+        """The loss of guessing by which layers are judged: `chance_loss`, or f_0 where that is not known."""
+        return self.initial_loss_bound if self.chance_loss is None else self.chance_loss
 
     def state_dict(self) -> dict:
         """The problem in plain Python values; the keyword arguments of the constructor."""

@@ -319,3 +319,18 @@ def test_a_problem_has_constraints():
     for nothing in ({"alpha": None}, {"alpha": "line", "constrained_layers": [3]}):
         with pytest.raises(ValueError, match="No layer has a constraint"):
             DescentProblem(**nothing, initial_loss_bound=1.0, num_layers=3)
+
+
+@pytest.mark.parametrize("bound", [0.5, 1.7])
+def test_layers_are_judged_by_the_measured_chance_whatever_f_0_is(bound):
+    """Losses of 0.55 and 0.3 are below a chance of 0.69; by an f_0 of 0.5 the first would only guess."""
+    problem = DescentProblem(None, bound, 2, [1, 2], chance_loss=math.log(2), loss_targets={1: 0.6})
+    losses = torch.tensor([0.55, 0.3])
+    _, beyond_chance = problem.excess(losses)
+    assert beyond_chance.tolist() == pytest.approx(
+        [0.55 - 0.98 * math.log(2), 0.3 - 0.98 * math.log(2)]
+    )
+    assert problem.feasible(losses)
+    assert problem.descent_share(losses) == pytest.approx(
+        2 * math.log(math.log(2) / 0.55) / math.log(math.log(2) / 0.3)
+    )

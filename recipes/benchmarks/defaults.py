@@ -1,17 +1,18 @@
 """What the package's defaults cost and give, by kind of model: plain training against constraints, and other settings.
 
-    python recipes/benchmarks/defaults.py --kinds lora decoder [--arms plain defaults ...] [--seeds 0 1 2]
+    python recipes/benchmarks/defaults.py --kinds lora decoder [--arms plain defaults ...] [--seeds 0 1 2] [--steps N]
 
 Kinds of models, each at one learning rate, with few steps:
 
 - lora, decoder: stories260K on Alpaca completions (300 steps of 8 rows), LoRA of rank 8 or all weights;
+- smollm2: SmolLM2-135M on the same, LoRA of rank 8 (50 steps of 2 rows);
 - encoder: MiniLM under the token mean on rt-polarity (300 steps of 16 rows);
 - denoiser: that of `hf-descent demo` (600 steps of 32 clips).
 
 The arms are in `ARMS`. Finished runs are kept in `--output`, one JSON line each, and are not repeated. The table has
 the loss of the last layer, its price (how much higher it is than that of plain training with the same seed), and the
 gain: the mean decrease of the other layers' losses, in logarithms, also as a share of what the constraints give
-without a limit on the last layer's loss.
+without a limit on the last layer's loss. The arms with an exit have a table of their own.
 """
 
 import argparse
@@ -47,13 +48,18 @@ ARMS = {
     "dual rate 0.001": {"dual_learning_rate": 0.001},
     "dual rate 0.0005": {"dual_learning_rate": 0.0005},
     "strength 0.25": {"descent_strength": 0.25},
+    "exit": {"exit_targets": {4: 0.25}},
+    "exit, dual rate 0.002": {"exit_targets": {4: 0.25}, "dual_learning_rate": 0.002},
+    "exit, dual rate 0.0002": {"exit_targets": {4: 0.25}, "dual_learning_rate": 0.0002},
 }
-RATES = {"lora": 2e-3, "decoder": 3e-3, "encoder": 1e-4, "denoiser": 1e-3}
-STEPS = {"lora": 300, "decoder": 300, "encoder": 300, "denoiser": 600}
+RATES = {"lora": 2e-3, "decoder": 3e-3, "smollm2": 5e-4, "encoder": 1e-4, "denoiser": 1e-3}
+STEPS = {"lora": 300, "decoder": 300, "smollm2": 50, "encoder": 300, "denoiser": 600}
+LANGUAGE_MODELS = {"lora": "stories260k", "decoder": "stories260k", "smollm2": "smollm2"}
 OUTPUT = Path(__file__).parent / "results" / "defaults.jsonl"
 COLUMNS = [
-    "kind", "arm", "seeds", "first layer", "last layer", "price", "highest price", "gain", "share of gain",
+    "kind", "steps", "arm", "seeds", "first layer", "last layer", "price", "highest price", "gain", "share of gain",
 ]  # fmt: skip
+EXIT_COLUMNS = ["kind", "steps", "arm", "seeds", "reached", "f_4 / f_L", "last layer", "price"]
 GAIN_OF = "no limit"  # the arm whose share of the gain is 1
 
 
@@ -75,8 +81,13 @@ def completions(folder: str):
 def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: int, steps: int):
     """A trainer that was trained on Alpaca, the rows to measure on, and the processor seconds of training."""
     train, test = completions(options.alpaca)
+    rows = 8
+    if kind == "smollm2":  # of which a row takes a second of one core
+        rows = 2
+        test = test.select(range(20))
+
     lora = None
-    if kind == "lora":
+    if kind != "decoder":
         lora = LoraConfig(r=8, target_modules="all-linear")
     set_seed(seed)
 
@@ -84,7 +95,7 @@ def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: 
         args = SFTDescentConfig(
             folder,
             max_steps=steps,
-            per_device_train_batch_size=8,
+            per_device_train_batch_size=rows,
             max_length=128,
             learning_rate=RATES[kind],
             seed=seed,
@@ -96,8 +107,9 @@ def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: 
             disable_tqdm=True,
             **settings,
         )
+        model = getattr(options, LANGUAGE_MODELS[kind])
         trainer = SFTDescentTrainer(
-            options.stories260k, args, train_dataset=train, eval_dataset=test, peft_config=lora
+            model, args, train_dataset=train, eval_dataset=test, peft_config=lora
         )
 
         start = time.process_time()
@@ -133,7 +145,7 @@ def train_other(kind: str, options: argparse.Namespace, settings: dict, seed: in
 
 def measure(kind: str, arm: str, options: argparse.Namespace, seed: int, steps: int) -> dict:
     train = train_other
-    if kind in ("lora", "decoder"):
+    if kind in LANGUAGE_MODELS:
         train = train_decoder
     trainer, profile, seconds = train(kind, options, ARMS[arm], seed, steps)
 
@@ -185,21 +197,61 @@ def means_of(of_arm: dict[int, dict], plain: dict[int, dict], most: dict[int, di
     ]
 
 
-def table(runs: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
-    """Column names, and a line for each kind and arm."""
-    found = defaultdict(dict)
+def exit_means_of(of_arm: dict[int, dict], plain: dict[int, dict], exits: dict) -> list[str]:
+    """The cells of an arm with one exit, over the seeds that plain training has, too; those of plain training itself
+    say how far it is from the exit."""
+    ((layer, excess),) = exits.items()
+    seeds = [seed for seed in of_arm if seed in plain]
+    last = [of_arm[seed]["losses"][-1] for seed in seeds]
+    ratios = [of_arm[seed]["losses"][layer - 1] / of_arm[seed]["losses"][-1] for seed in seeds]
+
+    reached = sum(ratio <= 1 + excess for ratio in ratios)
+    prices = [price(of_arm[seed], plain[seed]) for seed in seeds]
+    return [
+        f"{len(seeds)}",
+        f"{reached} of {len(seeds)}",
+        f"{np.mean(ratios):.2f}",
+        f"{np.mean(last):.3f}",
+        f"{np.mean(prices):+.1%}",
+    ]
+
+
+def runs_by_kind(runs: Sequence[dict]) -> dict[tuple[str, int], dict[str, dict[int, dict]]]:
+    """The runs by kind and number of steps, then by arm, then by seed; kinds in the order of `RATES`."""
+    found = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         settings = run["settings"]
-        found[settings["kind"], settings["arm"]][settings["seed"]] = run
+        found[settings["kind"], settings["steps"]][settings["arm"]][settings["seed"]] = run
+
+    kinds = list(RATES)
+    return dict(sorted(found.items(), key=lambda pair: (kinds.index(pair[0][0]), pair[0][1])))
+
+
+def table(runs: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """Column names, and a line for each kind, number of steps and arm without an exit."""
+    lines = []
+    for (kind, steps), arms in runs_by_kind(runs).items():
+        for arm, settings in ARMS.items():
+            if arms["plain"].keys() & arms[arm].keys() and "exit_targets" not in settings:
+                cells = means_of(arms[arm], arms["plain"], arms[GAIN_OF])
+                lines.append([kind, str(steps), arm, *cells])
+    return COLUMNS, lines
+
+
+def exit_table(runs: Sequence[dict]) -> tuple[list[str], list[list[str]]]:
+    """The same of the arms with an exit, and of plain training beside them."""
+    with_exit = {arm: settings for arm, settings in ARMS.items() if "exit_targets" in settings}
+    exits = ARMS["exit"]["exit_targets"]
 
     lines = []
-    for kind in RATES:
-        plain = found[kind, "plain"]
-        for arm in ARMS:
-            of_arm = found[kind, arm]
-            if plain.keys() & of_arm.keys():
-                lines.append([kind, arm, *means_of(of_arm, plain, found[kind, GAIN_OF])])
-    return COLUMNS, lines
+    for (kind, steps), arms in runs_by_kind(runs).items():
+        if not any(arms[arm] for arm in with_exit):
+            continue
+        for arm in ("plain", *with_exit):
+            if arms["plain"].keys() & arms[arm].keys():
+                cells = exit_means_of(arms[arm], arms["plain"], exits)
+                lines.append([kind, str(steps), arm, *cells])
+    return EXIT_COLUMNS, lines
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -208,7 +260,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["plain", "defaults"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", default=str(OUTPUT), help="finished runs; appended to")
+    parser.add_argument("--steps", type=int, help="optimizer steps, in place of those of the kind")
     parser.add_argument("--stories260k", help="folder of the language model stories260K")
+    parser.add_argument("--smollm2", help="folder of the language model SmolLM2-135M")
     parser.add_argument("--alpaca", help="folder with train.parquet and test.parquet of Alpaca")
     parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
     parser.add_argument(
@@ -217,7 +271,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="four steps, to see that it works")
     options = parser.parse_args(argv)
 
-    needed = dict.fromkeys(("lora", "decoder"), ("stories260k", "alpaca"))
+    needed = {kind: (model, "alpaca") for kind, model in LANGUAGE_MODELS.items()}
     needed["encoder"] = ("minilm", "rt_polarity")
 
     for kind in options.kinds:
@@ -234,13 +288,19 @@ def main(argv: list[str] | None = None) -> str:
     finished = Runs(options.output)
     for seed, kind, arm in itertools.product(options.seeds, options.kinds, options.arms):
         steps = STEPS[kind]
+        if options.steps is not None:
+            steps = options.steps
         if options.smoke:
             steps = 4
         key = {"kind": kind, "arm": arm, "seed": seed, "steps": steps, **ARMS[arm]}
         run = finished.get(key, partial(measure, kind, arm, options, seed, steps))
         print(kind, arm, seed, [round(loss, 3) for loss in run["losses"]], flush=True)
 
-    columns, lines = table(finished.all())
+    tables = [table(finished.all()), exit_table(finished.all())]
+    return "\n\n".join(markdown(columns, lines) for columns, lines in tables if lines)
+
+
+def markdown(columns: list[str], lines: list[list[str]]) -> str:
     rows = [columns, ["---"] * len(columns), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 

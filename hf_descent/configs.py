@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .compat import CheckpointingArguments
-from .constraints.objectives import OBJECTIVES, Descent, FixedMultipliers
+from .constraints.objectives import OBJECTIVES, Objective, objective_class
 from .constraints.problem import (
     LARGEST,
     PATHS,
@@ -315,7 +315,7 @@ class DescentArguments:
                     f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {share:g} % is "
                     f"{{{layer}: {share / 100:g}}}."
                 )
-        if self.constrained_layers and self.layer_rows is None and self.objective == Descent.name:
+        if self.constrained_layers and self.layer_rows is None and self.objective_class.moves_multipliers:
             raise ValueError(
                 f"`constrained_layers` is {self.constrained_layers}, which does nothing beside targets alone: add "
                 "descent_alpha='line' to your targets, or leave it out."
@@ -354,7 +354,7 @@ class DescentArguments:
                 f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more."
             )
         multipliers = self.fixed_multipliers
-        is_left_out = multipliers is None and self.objective != FixedMultipliers.name
+        is_left_out = multipliers is None and not self.objective_class.takes_multipliers
         if not is_left_out and not isinstance(multipliers, str | list):
             raise ValueError(
                 f"`fixed_multipliers` is {multipliers!r}; give a constrained run or a list."
@@ -382,9 +382,14 @@ class DescentArguments:
             )
 
     @property
+    def objective_class(self) -> type[Objective]:
+        """What is minimised, as a class that says how."""
+        return objective_class(self.objective)
+
+    @property
     def dual_settings(self) -> DualSettings:
         """The settings of the dual step; those that were not given have the defaults of the constraints."""
-        is_descent = self.objective == Descent.name
+        is_descent = self.objective_class.moves_multipliers
         has_targets_alone = is_descent and self.layer_rows is None and not self.resilience
         defaults = DUAL_SETTINGS_OF_TARGETS if has_targets_alone else self.dual_defaults
         given = {name: getattr(self, name) for name in vars(defaults)}

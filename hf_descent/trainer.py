@@ -138,7 +138,7 @@ class DescentMixin:
 
     @property
     def _reads_layers(self) -> bool:
-        return self.args.objective != "erm" or self._readout is not None
+        return self._readout is not None or not self.args.objective_class.is_plain
 
     @property
     def _stock_scaling_is_right(self) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import find_json
 from .multipliers import Multipliers
-from .objectives import objective_class
 from .problem import LARGEST, DescentProblem
 
 
@@ -23,7 +22,7 @@ def end_of_warmup(args: "DescentArguments", start_step: int, max_steps: int) -> 
     warmup = args.dual_settings.dual_warmup_steps
     steps = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
     end = start_step + steps
-    if end >= max_steps > 0 and objective_class(args.objective).is_constrained:
+    if end >= max_steps > 0 and args.objective_class.is_constrained:
         logger.warning(
             f"The warm-up ends at step {end} and the run at step {max_steps}: the constraints will never act. Lower "
             "`dual_warmup_steps` or train longer."
@@ -39,11 +38,12 @@ def problem_of(
     `chance` is the estimated loss of the best constant prediction, where known. ValueError where a run that `trains`
     under constraints lacks f_0.
     """
-    if args.objective == "fixed" and isinstance(args.fixed_multipliers, str):
+    objective = args.objective_class
+    if objective.takes_multipliers and isinstance(args.fixed_multipliers, str):
         return DescentProblem.saved_in(_constrained_run(args.fixed_multipliers))
 
     bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
-    needs_problem = trains and objective_class(args.objective).is_constrained
+    needs_problem = trains and objective.is_constrained
     if bound is None:
         if needs_problem:
             raise ValueError(

@@ -45,9 +45,11 @@ class Objective:
     """What a run minimises; `dual` is the [`DualState`] of that run."""
 
     name: ClassVar[str]
+    is_plain: ClassVar[bool] = False  # whether it is f_L alone
     is_constrained: ClassVar[bool] = True  # whether it asks something of each layer
     has_multipliers: ClassVar[bool] = False  # whether multipliers weigh the layer losses
     moves_multipliers: ClassVar[bool] = False
+    takes_multipliers: ClassVar[bool] = False  # whether they are those of `fixed_multipliers`
     is_linear: ClassVar[bool] = True
     takes_coefficient: ClassVar[bool] = False  # whether `penalty_coefficient` says something
 
@@ -70,6 +72,7 @@ class Objective:
 
 class PlainTraining(Objective):
     name = "erm"
+    is_plain = True
     is_constrained = False
 
     def trained_layers(self, dual):
@@ -84,6 +87,7 @@ class PlainTraining(Objective):
 class FixedMultipliers(Objective):
     name = "fixed"
     has_multipliers = True
+    takes_multipliers = True
 
     def weights(self, dual, step):
         handling = dual.args.negative_weights
@@ -95,6 +99,7 @@ class FixedMultipliers(Objective):
 class Descent(FixedMultipliers):
     name = "descent"
     moves_multipliers = True
+    takes_multipliers = False
 
 
 class DeepSupervision(Objective):

@@ -16,7 +16,7 @@ from ..files import atomic_write
 from . import building
 from .guard import LastLayerGuard
 from .multipliers import Multipliers
-from .objectives import StepObjective, objective_class
+from .objectives import StepObjective
 from .problem import AT_CHANCE, DescentProblem
 from .reports import DualReports
 from .transfer import HostCopy, on_device
@@ -75,7 +75,7 @@ class DualState:
         self.device = torch.device(device)
         self.held_out = held_out
         self.constant = constant
-        self.objective = objective_class(args.objective)()
+        self.objective = args.objective_class()
         self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance
         self.problem: DescentProblem | None = None
@@ -85,7 +85,7 @@ class DualState:
 
         num_rows = num_layers if problem is None else problem.num_rows
         self._multipliers = building.multipliers_of(args, num_rows)
-        if problem is not None and args.objective == "fixed":
+        if problem is not None and self.objective.takes_multipliers:
             self._set_multipliers(building.fixed_multipliers(args, num_rows))
         self._guard: LastLayerGuard | None = None  # for the multipliers that move
         if self.objective.moves_multipliers and args.max_last_layer_rise is not None:
@@ -106,7 +106,7 @@ class DualState:
         """Whether the objective of this step is f_L alone: in warm-up, and always in plain training."""
         if self.objective.is_constrained:
             return step < self.active_from
-        return self.args.objective == "erm"
+        return self.objective.is_plain
 
     @property
     def trained_layers(self) -> list[int]:

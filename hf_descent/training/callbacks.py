@@ -15,7 +15,6 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 from ..configs import LAYER_LOSS, PER_LAYER
-from ..constraints.objectives import UNCONSTRAINED
 from ..evaluation import Certificate
 from ..extras import is_installed
 from .checkpoints import READABLE_STATE
@@ -123,7 +122,7 @@ class DescentCallback(TrainerCallback):
         from ..evaluation.plots import pixels, plot_evaluation
 
         losses = [metrics[name] for name in names]
-        is_constrained = args.objective not in UNCONSTRAINED
+        is_constrained = args.objective_class.is_constrained
         figure = plot_evaluation(losses, self.certificate(), args.gamma_train, is_constrained)
         image = pixels(figure)
         (title,) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): None})

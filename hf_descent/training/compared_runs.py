@@ -37,7 +37,7 @@ def plain_profiles_of(trainer: Trainer, is_trained: bool) -> list[LayerProfile]:
     `output_dir`. Plain runs with other settings than the run's do not count.
     """
     args = trainer.args
-    if args.objective == "erm":
+    if args.objective_class.is_plain:
         return []
     loaded = "" if is_trained else loaded_from(trainer.model)
     arguments = {"arguments": training_arguments(args)}

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
-from ..constraints.objectives import UNCONSTRAINED, WITH_MULTIPLIERS
 from ..constraints.problem import largest_rise
 from ..constraints.state import DualState
 from ..evaluation import LayerProfile
@@ -261,7 +260,7 @@ def layer_metrics(
         metrics["max_violation"] = certificate.max_violation
         metrics["feasible"] = float(certificate.feasible)
         metrics["descent_share"] = certificate.descent_share
-        if len(sums) < LEAST_ROWS and dual.args.objective not in UNCONSTRAINED:
+        if len(sums) < LEAST_ROWS and dual.objective.is_constrained:
             logger.warning_once(
                 f"{len(sums)} examples are too few for a verdict on the constraints: give {LEAST_ROWS} or more."
             )
@@ -304,11 +303,11 @@ def facts_of(
     facts: dict[str, Any] = {"also_selected": also_selected}
     if dual is not None:
         facts["max_last_layer_rise"] = dual.args.max_last_layer_rise
-        facts["has_price"] = dual.args.objective != "erm"
+        facts["has_price"] = not dual.objective.is_plain
     if dual is not None and dual.problem is not None and dual.problem.state_dict() == problem:
         facts["warmup_share"] = dual.problem.descent_share(dual.warmup_losses)
         multipliers = dual.multipliers.values
-        if dual.args.objective in WITH_MULTIPLIERS or multipliers.any():
+        if dual.objective.has_multipliers or multipliers.any():
             facts["multipliers"] = multipliers.tolist()
     return facts
 

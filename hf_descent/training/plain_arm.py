@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainerCallback
 
 from ..compat import token_counts
+from ..constraints.objectives import PlainTraining
 from ..evaluation.side_by_side import (
     PLAIN_FOLDER,
     SideBySide,
@@ -32,7 +33,7 @@ logger = get_logger(__name__)
 
 def check_can_train_twice(trainer: Trainer) -> None:
     """ValueError where a trainer cannot train its model plainly first, before any training time is spent."""
-    if trainer.args.objective == "erm":
+    if trainer.args.objective_class.is_plain:
         raise ValueError(
             "`objective` is 'erm', which is plain training itself: give the objective to compare with it."
         )
@@ -54,7 +55,7 @@ def check_can_train_twice(trainer: Trainer) -> None:
 def plain_arguments(trainer: Trainer) -> Any:
     """The trainer's arguments for plain training, in a folder below the run's."""
     args = copy.copy(trainer.args)
-    args.objective = "erm"
+    args.objective = PlainTraining.name
     args.output_dir = os.path.join(trainer.args.output_dir, PLAIN_FOLDER)
     args.push_to_hub = False
     args.resume_from_checkpoint = None

@@ -13,7 +13,6 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, broadcast_object_
 from torch import nn
 from transformers import Trainer
 
-from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.state import STATE_NAME, DualState, read_state
 from ..evaluation.scoring import name_of
 from ..logs import get_logger
@@ -234,7 +233,7 @@ def _loss_at_chance(
         elif chance is None:
             chance = measure_chance(trainer, task, layers.chance_loss, _rows_at_hand(trainer))
     except ValueError:
-        is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
+        is_constrained = trainer.is_in_train and args.objective_class.is_constrained
         if is_constrained and chance is None and args.initial_loss_bound == "auto":
             raise
     return chance
@@ -260,7 +259,8 @@ def _rows_at_hand(trainer: Trainer):
 def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
     """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training rows, or not."""
     args = trainer.args
-    if dual_dataset is None or not trainer.is_in_train or args.objective != "descent":
+    moves_multipliers = trainer.is_in_train and args.objective_class.moves_multipliers
+    if dual_dataset is None or not moves_multipliers:
         return None
     return HeldOutRows(trainer, shuffled(dual_dataset, args))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.objectives import objective_class
 from ..constraints.problem import as_python
 
 
@@ -50,12 +50,12 @@ def default_objective(
 ) -> tuple[Callable[..., float], str]:
     """The metric and the direction of a search where none are given: under constraints `eval_feasible_score`, else
     the task loss. ValueError where the `direction` is another, or several evaluation sets have one each."""
-    if objective in UNCONSTRAINED:
-        metric = "eval_loss"
-        best = "minimize"
-    else:
+    if objective_class(objective).is_constrained:
         metric = "eval_feasible_score"
         best = "maximize"
+    else:
+        metric = "eval_loss"
+        best = "minimize"
 
     if direction not in (None, best) or isinstance(eval_dataset, dict):
         raise ValueError(

@@ -315,7 +315,11 @@ class DescentArguments:
                     f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {share:g} % is "
                     f"{{{layer}: {share / 100:g}}}."
                 )
-        if self.constrained_layers and self.layer_rows is None and self.objective_class.moves_multipliers:
+        if (
+            self.constrained_layers
+            and self.layer_rows is None
+            and self.objective_class.moves_multipliers
+        ):
             raise ValueError(
                 f"`constrained_layers` is {self.constrained_layers}, which does nothing beside targets alone: add "
                 "descent_alpha='line' to your targets, or leave it out."

@@ -55,11 +55,6 @@ PRIVATE_NAMES = {
         "_local_mapping": "the registry of mask functions has no public way to be restored",
     },
     "transformers.generation.utils": {
-        "_eos_token_tensor": "`custom_generate` gets the prepared configuration alone",
-        "_is_user_defined": "marks a cache that the caller passed to `generate`",
-        "_optimize_model_for_decode": "`generate` does the same before it decodes",
-        "_pad_token_tensor": "as `_eos_token_tensor`",
-        "_prefill": "the forward of the prompt, in chunks where asked for",
         "_supports_logits_to_keep": "whether a model can compute the last logits alone",
     },
     "trl.trainer.sft_trainer": {
@@ -104,9 +99,6 @@ PRIVATE_NAMES = {
         "_unsafe_view": "as `_grouped_mm`",
     },
 }
-
-# Of these, what older releases do not have: there `draft_with` does not refuse a cache of the caller's.
-NEWER_NAMES = {"_is_user_defined"}
 
 
 # ---- gradient accumulation: transformers before 5.19 ----

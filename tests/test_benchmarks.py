@@ -10,7 +10,6 @@ import controlled
 import harness
 import pytest
 from programs import ROOT, python
-from tiny_files import save_instructions
 
 
 TOY = "--layers 2 --hidden 64 --batch 2 --length 8 --threads 1 "
@@ -20,22 +19,18 @@ COMMANDS = {
     "lm_step.py": TOY + "--rounds 1 --intermediate 64 --vocab 99 --steps 4 --compiler aot_eager "
     "--arms naive subsampled+ subsampled-compiled",
     "evaluation_cost.py --model llama": TOY + "--rounds 2 --samples 4",
-    "drafting.py": "{0} --train_file {1} --validation_file {1} --layers 1 --shortlist 9 --prompts 3 --new_tokens 6 "
-    "--certify 4",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_times_every_arm(name, tmp_path):
-    given = COMMANDS[name].format(*save_instructions(tmp_path))
-    script, *words = f"{name} {given} --output {tmp_path}/out.json".split()
+    script, *words = f"{name} {COMMANDS[name]} --output {tmp_path}/out.json".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     python(ROOT / "recipes" / "benchmarks" / script, *words, timeout=600, env=environment)
     found = json.loads((tmp_path / "out.json").read_text())
     runs = {arm: runs[0]["steps"] for arm, runs in found.get("runs", {}).items()}
     arms = runs or found.get("wall") or found["seconds"]
-    assert all(map(all, found.get("equal", {}).values()))  # texts of drafting and of plain decoding
     assert len(arms) >= 2 and all(len(values) >= 2 for values in arms.values())
 
 

@@ -1,16 +1,13 @@
 """`hf-descent exit MODEL`: what a trained model is worth, and what it costs, with fewer layers."""
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
-from ..data.alpaca import PromptFormat, prompt_ids
+from ..data.alpaca import PromptFormat
 from ..data.splits import check_arguments
 from ..data.text import DataArguments
 from ..early_exit import (
@@ -20,11 +17,10 @@ from ..early_exit import (
     exit_profile,
     find_layer_sets,
     layer_set_profile,
-    speculation_profile,
 )
 from ..early_exit.layer_sets import spans
 from ..evaluation.scoring import Result
-from ..loading import load_tokenizer, position_limit
+from ..loading import load_tokenizer
 from ..runs import RunFolder, tables
 from .arguments import parse_models
 from .closing import next_step
@@ -79,32 +75,13 @@ class ExitArguments:
     prompt_format: PromptFormat = HfArg(
         default="auto", help="Language models: form of the prompts; choose that of the training."
     )
-    prompts: int = HfArg(
-        default=8, help="Language models: number of texts to continue, to measure drafts."
-    )
-    prompt_length: int | None = HfArg(
-        default=None, help="Language models: cut each of these to this many tokens."
-    )
-    max_new_tokens: int = HfArg(default=64, help="Language models: tokens to generate for each.")
     image_column: str = HfArg(
         default="image",
         help="Image classifiers: column of the images, or of the numbers that the model reads.",
     )
-    shortlist: int | None = HfArg(
-        default=None,
-        help="Language models: draft only the N most frequent tokens. Default: what is fastest.",
-    )
 
     def __post_init__(self):
-        counts = (
-            "batch_size",
-            "repeats",
-            "prompts",
-            "prompt_length",
-            "max_new_tokens",
-            "shortlist",
-            "fewest_layers",
-        )
+        counts = ("batch_size", "repeats", "fewest_layers")
         check_arguments(self, {**dict.fromkeys(counts, 1), "max_loss": 0, "max_rise": 0})
 
 
@@ -115,7 +92,7 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
     """Prints the tables, and writes them as json into the output folder.
 
     A classifier's threshold is calibrated, and layers are chosen, on the validation rows; all is reported on the test
-    rows. Where a language model cannot draft with its own layers, the reason is printed.
+    rows.
     """
     (name,) = models
     folder = results_folder(name, args.output_dir)
@@ -203,8 +180,7 @@ def _language_model(
         pairs = read_texts("text_file", args.text_file, data_args.text_column)
 
     limit = tokens_to_read(model, data_args)
-    shortest = 1 if args.prompt_length is None else args.prompt_length
-    rows = labelled_rows(pairs[: data_args.max_eval_samples], tokenizer, limit, shortest)
+    rows = labelled_rows(pairs[: data_args.max_eval_samples], tokenizer, limit)
     settings = {
         "data_collator": collator_of(tokenizer),
         "batch_size": args.batch_size,
@@ -217,46 +193,4 @@ def _language_model(
             raise ValueError("There is a single row; give some to choose layers by, and others.")
         return _layer_sets(model, rows[:searched], rows[searched:], args, settings)
 
-    results = {"exit_profile": exit_profile(model, rows, repeats=args.repeats, **settings)}
-    try:
-        results["speculation_profile"] = _drafts(model, tokenizer, rows, limit, args)
-    except ValueError as error:  # as of a single layer; what was measured before is kept
-        print(f"No speculation profile: {error}\n")
-
-    return results
-
-
-def _drafts(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[dict[str, Any]],
-    limit: int,
-    args: ExitArguments,
-) -> Result:
-    """How well the first layers draft continuations of the first rows."""
-    positions = position_limit(model)
-    if positions is None:
-        positions = math.inf
-    longest = args.prompt_length
-    if longest is None:  # there must be room to answer
-        longest = int(min(limit, max(positions - args.max_new_tokens, positions / 2)))
-
-    continued = rows[: args.prompts]
-    prompts = [torch.tensor([prompt_ids(row["prompt"], tokenizer)[:longest]]) for row in continued]
-
-    # Of rows that are not continued, where there are some: the model may know the words of those that are.
-    others = rows[args.prompts :] if len(rows) > args.prompts else rows
-    counts = Counter(token for row in others for token in row["labels"] if token >= 0)
-    shortlist = counts
-    if args.shortlist:
-        shortlist = [token for token, _ in counts.most_common(args.shortlist)]
-
-    room = positions - max(map(torch.numel, prompts))
-    return speculation_profile(
-        model,
-        prompts,
-        repeats=args.repeats,
-        progress=True,
-        shortlist=shortlist,
-        max_new_tokens=min(args.max_new_tokens, room),
-    )
+    return {"exit_profile": exit_profile(model, rows, repeats=args.repeats, **settings)}

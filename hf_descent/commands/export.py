@@ -34,8 +34,6 @@ As a draft of the whole model, whose text stays what it is:
     --speculative-num-draft-tokens 5
   python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf \\
     --spec-type draft-simple -md draft.gguf --spec-draft-n-max 4"""
-NO_CHECKPOINT = """
-Without this checkpoint, and no layer run twice: whole.generate(**inputs, custom_generate=draft_with({layer}))"""
 ONNX = """\
 With ONNX Runtime, for rows of any number and length:
   session = onnxruntime.InferenceSession("{draft}/model.onnx")
@@ -127,8 +125,6 @@ def how_to_use(architecture: str, names: Mapping[str, Any]) -> str:
         parts.append(SERVED)
     if architecture in CAUSAL_LMS and names["layer"] != names["depth"]:
         parts.append(DRAFTING)
-        if names["layer"] is not None:
-            parts.append(NO_CHECKPOINT)
         if names["whole"] != names["model"]:
             parts.append(MERGED)
 

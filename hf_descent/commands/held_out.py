@@ -125,22 +125,20 @@ def read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerB
 
 
 def labelled_rows(
-    pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, limit: int, shortest: int = 1
+    pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[dict[str, Any]]:
-    """Token ids and labels of each pair, cut to `limit` tokens; rows of at most `shortest` tokens are dropped.
-    ValueError where none is longer."""
-    rows = [
-        {**completion_labels(pair, tokenizer, limit), "prompt": pair["prompt"]} for pair in pairs
-    ]
-    long_enough = [row for row in rows if len(row["input_ids"]) > shortest]
+    """Token ids and labels of each pair, cut to `limit` tokens; those of a single token are
+    dropped. ValueError where none is longer."""
+    rows = [completion_labels(pair, tokenizer, limit) for pair in pairs]
+    long_enough = [row for row in rows if len(row["input_ids"]) > 1]
     if not long_enough:
         raise ValueError(
-            f"`prompt_length` is {shortest}; no text, cut to {limit} tokens, is longer."
+            f"No text, cut to {limit} tokens, has more than one token: give longer texts."
         )
 
     if len(long_enough) < len(rows):
         count = len(rows) - len(long_enough)
-        print(f"Dropped {count} of the {len(rows)} rows: they have at most {shortest} tokens.")
+        print(f"Dropped {count} of the {len(rows)} rows: they have fewer than 2 tokens.")
 
     return long_enough
 

@@ -1,11 +1,9 @@
-"""Models that stop early: truncated ones, exits of single samples, and drafts by the first layers."""
+"""Models that stop early: truncated ones, ones with fewer layers, and exits of single samples."""
 
 from .confidence import ConfidenceExit, ConfidenceReport
-from .drafting import draft_with
 from .exits import ExitProfile, exit_profile
 from .healing import HealingTrainer
 from .layer_sets import LayerSetProfile, find_layer_sets, layer_set_profile
-from .speculation import SpeculationProfile, speculation_profile
 from .truncation import keep_layers, truncate
 
 
@@ -15,12 +13,22 @@ __all__ = [
     "ExitProfile",
     "HealingTrainer",
     "LayerSetProfile",
-    "SpeculationProfile",
-    "draft_with",
     "exit_profile",
     "find_layer_sets",
     "keep_layers",
     "layer_set_profile",
-    "speculation_profile",
     "truncate",
 ]
+
+REMOVED = ("SpeculationProfile", "draft_with", "speculation_profile")
+
+
+def __getattr__(name: str):
+    if name in REMOVED:
+        # `from ... import` passes an ImportError on, and would hide the text of an AttributeError.
+        raise ImportError(
+            f"`{name}` was removed after version 0.2: drafting with the first layers was never faster. To let a "
+            "shorter model draft, call `model.generate(..., assistant_model=truncate(model, num_layers))`, or give "
+            "`generate` the argument `assistant_early_exit`."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

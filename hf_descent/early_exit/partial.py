@@ -26,7 +26,7 @@ class PartialForward:
         # Begun since: `intercepted` would end in another order.
         if "_call_impl" in self.stack.layers[0].__dict__:
             raise ValueError(
-                f"{type(self.model).__name__} drafts in another thread: wait for it, or decode plainly."
+                f"{type(self.model).__name__} stops early in another thread: wait for it, or run the model whole."
             )
         self.thread = get_ident()
         with intercepted(self.stack.layers, self._run_layer):

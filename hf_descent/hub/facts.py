@@ -18,7 +18,7 @@ from huggingface_hub import eval_result_entries_to_yaml
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configs import upper_level
-from ..early_exit import ConfidenceReport, ExitProfile, LayerSetProfile, SpeculationProfile
+from ..early_exit import ConfidenceReport, ExitProfile, LayerSetProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import Run
 from ..evaluation.noise_curves import SUMMARIES
@@ -41,7 +41,6 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "exit_profile": ExitProfile,
     "confidence_exit": ConfidenceReport,
     "layer_sets": LayerSetProfile,
-    "speculation_profile": SpeculationProfile,
 }
 # What a custom readout, where there is one, has measured.
 MEASURED_BY_READOUT = (
@@ -53,26 +52,11 @@ GIVEN = (
     "limits", "benchmark",
 )  # fmt: skip
 BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
-# What `generate(custom_generate=REPO)` runs. A model that trusts its folder has it for its own `generate`.
-DECODING_FILE = "custom_generate/generate.py"
-REQUIREMENTS_FILE = "custom_generate/requirements.txt"
+# Version 0.2 measured drafts by the first layers, and wrote code for `generate` that made them.
+OLD_RESULT = "speculation_profile"
+OLD_DECODING = ("custom_generate/generate.py", "custom_generate/requirements.txt")
 # Removed where the last training has none.
-OPTIONAL_FILES = (BENCHMARK_FILE, DECODING_FILE, REQUIREMENTS_FILE)
-DECODING = """\
-\"\"\"Decodes with drafts by the first layers; the text is that of the whole model.\"\"\"
-
-from hf_descent.early_exit import draft_with
-
-
-decode = draft_with({drafts})  # it learns from call to call how many drafts are worth their time
-
-
-def generate(*inputs, model, **arguments):
-    if arguments.get("custom_generate") is None:
-        streamer = arguments.pop("streamer", None)
-        arguments["custom_generate"] = decode if streamer is None else draft_with({drafts}, streamer=streamer)
-    return type(model).generate(model, *inputs, **arguments)
-"""
+OPTIONAL_FILES = (BENCHMARK_FILE, *OLD_DECODING)
 
 
 def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
@@ -169,7 +153,7 @@ def _model_facts(
 
 def _known(run: RunFolder, folder: Path) -> dict[str, Any]:
     """What the card of this training says but for its results, and what people gave that of any training."""
-    left_out = (*RESULTS, "baseline", "evaluated")
+    left_out = (*RESULTS, OLD_RESULT, "baseline", "evaluated")
     known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
     of_people = find_json(str(folder), run.CARD)
     known.update({name: value for name, value in of_people.items() if name in GIVEN})
@@ -257,9 +241,10 @@ def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[
 
 
 def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
-    """Write `model_card.json`, `README.md` with its figures, a benchmark's result in the Hub's own format and, where
-    drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`], whose values
-    are returned."""
+    """Write `model_card.json`, `README.md` with its figures, and a benchmark's result in the Hub's own format.
+
+    Arguments as for [`collect`], whose values are returned.
+    """
     card = collect(folder, **facts)
     folder = Path(folder)
     run = Run.load(str(folder), needs_curve=False)
@@ -293,10 +278,6 @@ def _optional_contents(card: Mapping[str, Any]) -> dict[str, str]:
     if entry is not None:
         entries = eval_result_entries_to_yaml([entry])
         contents[BENCHMARK_FILE] = yaml.safe_dump(entries, sort_keys=False)
-    drafts = card.get("speculation_profile", {}).get("draft_with")
-    if drafts and card["library_name"] != "peft":  # an adapter's repository holds no model
-        contents[DECODING_FILE] = DECODING.format(drafts=drafts)
-        contents[REQUIREMENTS_FILE] = "hf_descent\n"
     return contents
 
 
@@ -327,10 +308,6 @@ def _shown(result: Result) -> dict[str, Any]:
             shown["exit_layer"] = None
             if result.cheapest() < len(result.values):
                 shown["exit_layer"] = result.cheapest()
-        case SpeculationProfile():
-            shown["draft_with"] = None
-            if result.best:
-                shown["draft_with"] = f"{result.best}, {result.shortlist}, length={result.length}"
     return shown
 
 

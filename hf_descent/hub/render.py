@@ -67,8 +67,7 @@ NEUTRAL = {
 }
 # Parts of a card for which an empty dict stands where they are missing.
 MAY_BE_MISSING = (
-    "descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile", "speculation_profile",
-    "verdict",
+    "descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile", "verdict",
 )  # fmt: skip
 # Facts that the Hub's metadata take as they are.
 METADATA = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")

@@ -1,10 +1,10 @@
 """Every test and benchmark that a GPU answers, and which targets hold; README.md has what it said of an H200.
 
-    python -m recipes.benchmarks.gpu --output results [--smollm2 MODEL TRAIN.parquet TEST.parquet]
+    python -m recipes.benchmarks.gpu --output results
 
 writes `results.md` and `results.json`, with the card's name, in 8 minutes at most, a time for each case. What fails
-or runs out of time is named with its error. Ratios are those within a round, in which all arms take turns. With a
-language model and instructions its drafts are timed, too. Without a GPU, or with `--toy`, the figures say nothing.
+or runs out of time is named with its error. Ratios are those within a round, in which all arms take turns. Without a
+GPU, or with `--toy`, the figures say nothing.
 """
 
 import argparse
@@ -24,13 +24,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import classifier_step
-import drafting
 import evaluation_cost
 import lm_step
 from harness import ratios, report, take_turns, write
@@ -49,7 +47,6 @@ TESTS = (
     "tests/pipeline/test_trainer_parts.py::test_gradient_checkpointing_changes_nothing",
     "tests/pipeline/test_trainer_parts.py::test_bf16_autocast_follows_full_precision",
     "tests/losses/test_tiled_losses.py::test_steps_follow_the_replay",
-    "tests/early_exit/test_drafting.py::test_the_text_is_the_greedy_one_token_for_token",
     "tests/test_trainer.py::test_compiled_layers_train_as_plain_ones_and_resume",
 )
 MINUTES = 8.0
@@ -76,7 +73,6 @@ UT = {
 }
 EVALUATED = BERT | {"samples": 128, "rounds": 2}
 EVALUATED_LM = EVALUATED | {"model": "llama", "vocab": 8192, "samples": 64}
-DRAFTING = {"shortlist": 8000, "prompts": 4, "new_tokens": 64, "certify": 0}
 REST = {"classes": 0, "model": None, "text_file": None, "compiler": "inductor"}
 REST |= dict.fromkeys(("bf16", "lora", "checkpointing", "processor_time"), False) | {"output": None}
 TOY = {
@@ -94,8 +90,6 @@ TOY |= {
     "steps": 4,
     "samples": 4,
     "rounds": 1,
-    "prompts": 2,
-    "new_tokens": 4,
 }
 TIMES = {"subsampled": 1.2, "exact": 3.2}  # a step of ERM
 MEMORY, START, PLAN = 1.02, 3.0, 0.1  # times the peak of ERM; steps; part of the measured peak
@@ -227,15 +221,6 @@ def paired(options, script, arm, quartile, limit):
     return asked, {"seconds": seconds, "starts": starts}
 
 
-def drafts(options):
-    """Decoding with drafts, prompt by prompt."""
-    layers = AutoConfig.from_pretrained(options.model).num_hidden_layers
-    options.layers = sorted({max(1, layers // 3), layers // 2})
-    found = drafting.measure(options)
-    drafting.show(found)
-    return [], found
-
-
 @contextmanager
 def deadline(seconds):
     """TimeoutError inside after `seconds`; again 10 s later, where something has taken the first for its own."""
@@ -285,9 +270,6 @@ def cases(given, toy):
             18, paired, EVALUATED_LM, evaluation_cost, "all layers", 2, 2.0
         ),
     }
-    if given.smollm2:
-        files = dict(zip(("model", "train_file", "validation_file"), given.smollm2))
-        found["Drafting"] = case(35, drafts, DRAFTING | files)
     return found
 
 
@@ -303,9 +285,6 @@ def main():
         "--toy", action="store_true", help="toy sizes, as on a machine without a GPU"
     )
     command.add_argument("--tests", default="", help="which tests, as pytest's `-k` (all)")
-    command.add_argument(
-        "--smollm2", nargs=3, metavar=("MODEL", "TRAIN", "TEST"), help="times drafting, too"
-    )
     given = command.parse_args()
     toy = given.toy or not torch.cuda.is_available()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"

@@ -12,7 +12,7 @@ from hf_descent.data.text import DataArguments
 from hf_descent.data.video import VideoArguments
 
 
-COUNTS = ("batch_size", "max_new_tokens")
+COUNTS = ("batch_size", "max_new_tokens", "max_samples")
 LEVELS = {
     "eval_gammas": [0.0, -1.0],
     "profile_gammas": [-1.0],
@@ -28,13 +28,9 @@ VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
     ("arguments", "given", "refused"),
     [
         (evaluate.EvaluateArguments, {}, LEVELS | NOISE),
-        (
-            exit.ExitArguments,
-            {},
-            dict.fromkeys((*COUNTS, "repeats", "prompts", "prompt_length"), 0),
-        ),
+        (exit.ExitArguments, {}, dict.fromkeys(("batch_size", "repeats", "fewest_layers"), 0)),
         (exit.ExitArguments, {}, {"max_loss": -0.1}),
-        (generate.GenerateArguments, {"output": "a"}, dict.fromkeys((*COUNTS, "max_samples"), 0)),
+        (generate.GenerateArguments, {"output": "a"}, dict.fromkeys(COUNTS, 0)),
         (generate.GenerateArguments, {"output": "a"}, {"gamma": -1.0, "seed": -1}),
         (tune.TuneArguments, {}, {"n_trials": 0, "tune_gamma": math.nan}),
         (tune.TuneArguments, {}, {"tune_gamma": -0.5}),

@@ -1,23 +1,17 @@
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import SIZES, VOCAB, bert, gpt2, llama, spread, tokenizer, word_tokenizer
+from tiny import bert, gpt2, llama, spread, tokenizer, word_tokenizer
 from tiny_files import save_generator
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_descent import cli
 from hf_descent.commands import exit
 from hf_descent.data.alpaca import format_prompt
-from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile, SpeculationProfile
+from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile
 
 
 def saved(model, folder):
@@ -119,43 +113,22 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(
     )
 
 
-def test_the_exit_command_reports_a_language_model(tmp_path, capsys, monkeypatch):
+def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
     folder = saved(llama(num_layers=3), tmp_path / "model")
     data = written_rows(
         tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row
     )  # which are padded
-    words = [
-        "--text_file",
-        data,
-        "--prompts",
-        "2",
-        "--prompt_length",
-        "4",
-        "--max_new_tokens",
-        "6",
-        "--repeats",
-        "1",
-    ]
-    words += ["--output_dir", str(tmp_path / "out")]
+    words = ["--text_file", data, "--repeats", "1", "--output_dir", str(tmp_path / "out")]
     cli.main(["exit", folder, *words])
-    assert (
-        "best: " in (shown := capsys.readouterr()).out and shown.err.count("Timing: 100%") > 1
-    )  # exits, drafts
+    printed, progress = capsys.readouterr()
+    assert "Timing: 100%" in progress
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
-    speculation = SpeculationProfile.from_json(str(tmp_path / "out" / "speculation_profile.json"))
-    assert len(speculation.acceptance) == 2 and len(profile.values) == 3
+    assert str(profile) in printed and len(profile.values) == 3
     model, losses = AutoModelForCausalLM.from_pretrained(folder), []
     for i in range(6):
         ids = torch.tensor([ids_of(i, 12 - i)])
         losses += (11 - i) * [model(ids, labels=ids).loss.item()]
     assert profile.losses[-1] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    seen = seen_by_the_profile(monkeypatch, folder, *words, "--shortlist", "2")
-    others = Counter(
-        token for i in range(2, 6) for token in ids_of(i, 12 - i)
-    )  # beside the prompts
-    assert seen["shortlist"] == [token for token, _ in others.most_common(2)]
-    with pytest.raises(ValueError, match="`prompt_length` is 40"):
-        cli.main(["exit", folder, "--text_file", data, "--prompt_length", "40"])
     with pytest.raises(ValueError, match="`text_file` is None"):
         cli.main(["exit", folder])
     (tmp_path / "texts.json").write_text('{"text": null}')
@@ -164,60 +137,40 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys, monkeypatch
 
 
 def seen_by_the_profile(monkeypatch, *words):
-    """The prompts and settings of the drafts, and the rows of the exit profile."""
-    seen = {}
-
-    def drafts(model, prompts, **given):
-        seen.update(given, prompts=[prompt[0].tolist() for prompt in prompts])
-        return SpeculationProfile([0.5], [10.0], 20.0, [1.0])
+    """Token ids and labels of the rows that are measured."""
+    seen = []
 
     def exits(model, rows, **given):
-        seen["rows"] = [(row["input_ids"], row["labels"]) for row in rows]
+        seen.extend((row["input_ids"], row["labels"]) for row in rows)
         return ExitProfile("accuracy", [0.5], [1.0], [1.0], 1)
 
-    monkeypatch.setattr(exit, "speculation_profile", drafts)
     monkeypatch.setattr(exit, "exit_profile", exits)
     cli.main(["exit", *map(str, words)])
     return seen
 
 
-def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path, monkeypatch):
-    data, ids = (
-        written_rows(tmp_path / "texts.jsonl", 6, labels=False),
-        [ids_of(i) for i in range(6)],
-    )
+def test_the_rows_of_a_text_file_are_measured(tmp_path, monkeypatch):
+    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
+    ids = [ids_of(row) for row in range(6)]
     folder = saved(llama(num_layers=2), tmp_path / "model")
-    words = [folder, "--text_file", data, "--prompts", "2", "--max_eval_samples", "5"]
-    seen = seen_by_the_profile(monkeypatch, *words)
-    assert seen["prompts"] == ids[:2] and seen["rows"] == [(row, row) for row in ids[:5]]
-    assert seen["shortlist"] == Counter(token for row in ids[2:5] for token in row)
-    assert (
-        isinstance(seen["shortlist"], Counter) and seen["max_new_tokens"] == 52
-    )  # of 64 positions
-    assert seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")["prompts"] == [
-        row[:9] for row in ids[:2]
-    ]
-    words = [folder, "--text_file", written_rows(tmp_path / "long.jsonl", 6, False, lambda row: 60)]
-    for flags, length, new in (
-        (["--max_new_tokens", "20"], 44, 20),
-        ([], 32, 32),
-    ):  # room is left in 64 positions
-        seen = seen_by_the_profile(monkeypatch, *words, *flags)
-        assert {len(prompt) for prompt in seen["prompts"]} == {length} and seen[
-            "max_new_tokens"
-        ] == new
+    words = [folder, "--text_file", data, "--max_eval_samples", "5"]
+    assert seen_by_the_profile(monkeypatch, *words) == [(row, row) for row in ids[:5]]
+    cut = seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")
+    assert cut == [(row[:9], row[:9]) for row in ids[:5]]
     with pytest.raises(ValueError, match="takes one of the two"):
         seen_by_the_profile(monkeypatch, *words, "--instructions", data)
 
 
 def test_rows_that_are_left_out_are_counted(tmp_path, monkeypatch, capsys):
     folder = saved(llama(num_layers=2), tmp_path / "model")
-    texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row)
-    seen = seen_by_the_profile(
-        monkeypatch, folder, "--text_file", texts, "--prompt_length", "8", "--prompts", "2"
-    )
-    assert len(seen["rows"]) == 4  # of 12, 11, 10 and 9 tokens
-    assert "Dropped 2 of the 6 rows: they have at most 8 tokens." in capsys.readouterr().out
+    texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 4 - row // 2)
+    words = [folder, "--text_file", texts, "--max_seq_length"]
+    assert len(seen_by_the_profile(monkeypatch, *words, "9")) == 6
+    texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 3 - row // 2)
+    assert len(seen_by_the_profile(monkeypatch, *words, "9")) == 4  # of 3 and 2 tokens
+    assert "Dropped 2 of the 6 rows: they have fewer than 2 tokens." in capsys.readouterr().out
+    with pytest.raises(ValueError, match="No text, cut to 1 tokens, has more than one token"):
+        seen_by_the_profile(monkeypatch, *words, "1")
 
     rows = [{"instruction": f"w{i}", "output": "w1" if i else ""} for i in range(3)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
@@ -234,33 +187,26 @@ def test_instructions_are_asked_as_in_training_and_their_answers_measured(
     rows = [{"instruction": f"Add {i}.", "input": "1" * (i % 2)} for i in range(4)]
     rows = [row | ({"output": f"It is {i}"} if answered else {}) for i, row in enumerate(rows)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    flags = ["--instructions", tmp_path / "rows.json", "--prompts", "3", "--prompt_format", form]
+    flags = ["--instructions", tmp_path / "rows.json", "--prompt_format", form]
     seen = seen_by_the_profile(monkeypatch, folder, *flags, "--output_dir", tmp_path / "out")
     as_chat, asked, texts = chat and form == "auto", [], []
     for i, row in enumerate(rows):
         text = f"<user>Add {i}.{chr(10) * 2 + '1' if i % 2 else ''}</s><assistant>"
         asked.append(text if as_chat else format_prompt(row["instruction"], row["input"]))
         texts.append(asked[-1] + (f"It is {i}</s>" if answered else ""))
-    assert tok.batch_decode(seen["prompts"]) == asked[:3]
-    assert tok.batch_decode([ids for ids, _ in seen["rows"]]) == texts
-    for text, prompt, (_, labels) in zip(texts, asked, seen["rows"]):
+    assert tok.batch_decode([ids for ids, _ in seen]) == texts
+    for text, prompt, (_, labels) in zip(texts, asked, seen):
         own = [label for label in labels if label >= 0]
         assert tok.decode(own) == (text.removeprefix(prompt) if answered else text)
-    assert seen["shortlist"] == Counter(label for label in seen["rows"][3][1] if label >= 0)
 
 
-def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
+def test_the_answers_to_instructions_are_measured(tmp_path):
     folder = save_generator(tmp_path / "model")
     rows = [{"instruction": f"Add {i}.", "output": "It is."} for i in range(3)]
     (tmp_path / "rows.json").write_text(
         json.dumps([*rows, {"instruction": "Add 4.", "output": ""}])
     )  # no answer
-    flags = ["--prompts", "2", "--max_new_tokens", "6", "--repeats", "1"]
-    cli.main(["exit", folder, "--instructions", str(tmp_path / "rows.json"), *flags])
-    assert (
-        str(SpeculationProfile.from_json(f"{folder}/speculation_profile.json"))
-        in capsys.readouterr().out
-    )
+    cli.main(["exit", folder, "--instructions", str(tmp_path / "rows.json"), "--repeats", "1"])
     model, losses = AutoModelForCausalLM.from_pretrained(folder), []
     for row in rows:
         prompt = tokenizer(False)(format_prompt(row["instruction"]))["input_ids"]
@@ -271,32 +217,12 @@ def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
     assert profile.losses[-1] == pytest.approx(sum(losses) / 3, rel=1e-4)
 
 
-MISTRAL = SIZES | {
-    "vocab_size": VOCAB,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "sliding_window": 4,
-}
-
-
-@pytest.mark.parametrize(
-    ("model", "drafts"),
-    [
-        (gpt2(num_layers=2, n_positions=9), True),
-        (MistralForCausalLM(MistralConfig(**MISTRAL)), False),
-    ],
-    ids=["positions", "sliding"],
-)
-def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(
-    tmp_path, capsys, model, drafts
-):
+def test_texts_are_cut_to_the_positions_of_the_model(tmp_path):
+    model = gpt2(num_layers=2, n_positions=9)
     folder = saved(model, tmp_path / "model")
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)  # of 12 tokens
-    flags = ["--text_file", data, "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
-    cli.main(["exit", folder, *flags, "--output_dir", str(tmp_path / "out")])
-    assert ("No speculation profile: MistralForCausalLM" in capsys.readouterr().out) != drafts
+    cli.main(["exit", folder, "--text_file", data, "--output_dir", str(tmp_path / "out")])
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
-    ids = torch.tensor([ids_of(i, getattr(model.config, "n_positions", 12)) for i in range(6)])
+    ids = torch.tensor([ids_of(row, 9) for row in range(6)])
     assert profile.losses[-1] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-4)
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"exit_profile.json", *(["speculation_profile.json"] if drafts else [])}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"exit_profile.json"}

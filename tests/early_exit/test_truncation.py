@@ -7,8 +7,8 @@ from architectures import DECODER, FAMILIES, LAYERS, MODELS, TwoStage, batch_for
 from tiny import bert, classification_data, config, llama, spread, trained
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hf_descent import layer_logits
-from hf_descent.early_exit import truncate
+from hf_descent import early_exit, layer_logits
+from hf_descent.early_exit import keep_layers, truncate
 from hf_descent.early_exit.truncation import example_inputs
 from hf_descent.models import (
     DustConfig,
@@ -180,3 +180,26 @@ def test_bad_arguments_to_truncate_are_named():
     model.main_input_name = "spectrogram"
     with pytest.raises(ValueError, match="give `inputs`"):
         example_inputs(model)
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [1, 4]], ids=["first", "first-and-last"])
+def test_a_shorter_model_drafts_as_an_assistant_and_the_text_stays(layers):
+    model = spread(llama(num_layers=4)).eval()
+    short = keep_layers(model, layers).eval()
+    calls = []
+    short.register_forward_hook(lambda *_: calls.append(1))
+    for seed in range(3):
+        ids = torch.randint(5, 40, (1, 6), generator=torch.Generator().manual_seed(seed))
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+        plain = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, assistant_model=short, **options), plain)
+        assert torch.equal(model.generate(ids, assistant_early_exit=2, **options), plain)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["draft_with", "speculation_profile", "SpeculationProfile"])
+def test_what_drafted_says_what_to_use(name):
+    with pytest.raises(ImportError, match=rf"`{name}` was removed .*assistant_model=truncate"):
+        exec(f"from hf_descent.early_exit import {name}")
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}s'"):
+        getattr(early_exit, f"{name}s")

@@ -18,7 +18,7 @@ from tiny import Stream, bert, classification_data, config, language_data, llama
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.configs import DescentArguments
-from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from hf_descent.early_exit import ConfidenceReport, ExitProfile
 from hf_descent.evaluation import Certificate, LayerProfile
 from hf_descent.evaluation.certificates import ALSO_SELECTED
 from hf_descent.hub.facts import collect, plain, write_card
@@ -29,7 +29,6 @@ from hf_descent.runs import RunFolder
 EXITS = {
     "exit_profile": ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8),
     "confidence_exit": ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.1, 8),
-    "speculation_profile": SpeculationProfile([0.5, 0.9], [math.nan, 30], 20, [math.nan, 1]),
 }
 
 

@@ -3,20 +3,15 @@
 import json
 import os
 
-import numpy as np
 import pytest
-import torch
 import yaml
 from cards import check_card, trained
 from hub_server import environment, serving
 from huggingface_hub import parse_eval_result_entries
 from programs import ROOT, python
-from tiny import bert, llama, spread, word_tokenizer
-from transformers import AutoModelForCausalLM
+from tiny import bert, llama, word_tokenizer
 
-from hf_descent.early_exit import SpeculationProfile, draft_with
 from hf_descent.hub.facts import write_card
-from hf_descent.runs import RunFolder
 
 
 def run_python(code, hub, cache, *arguments, package=True):
@@ -172,57 +167,19 @@ def test_the_command_uploads_card_and_weights_and_no_state_of_training(tmp_path)
     )
 
 
-@pytest.mark.parametrize(("draft_speed", "shortlist"), [(30.0, None), (30.0, [4, 3]), (10.0, None)])
-def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(
-    draft_speed, shortlist, tmp_path
-):
-    model = spread(llama(num_layers=3)).eval()
-    model.save_pretrained(tmp_path)
-    speeds = np.array([np.nan, draft_speed])
-    RunFolder(tmp_path).write(
-        {
-            "speculation_profile": SpeculationProfile(
-                np.array([0.5, 0.9]), speeds, 20.0, speeds**0, shortlist
-            )
-        }
-    )
-    write_card(tmp_path)
-    is_faster = draft_speed > 20
-    assert (tmp_path / "custom_generate").is_dir() == (
-        "custom_generate=" in (tmp_path / "README.md").read_text()
-    )
-    assert (tmp_path / "custom_generate").is_dir() == is_faster
-    ids = torch.arange(5, 11)[None]
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
-    plain, calls = model.generate(ids, **options), []
-    for layer in model.model.layers:
-        layer.register_forward_hook(lambda layer, *_: calls.append(layer))
-    if is_faster:
-        drafted = model.generate(
-            ids, custom_generate=str(tmp_path), trust_remote_code=True, **options
-        )
-        assert torch.equal(drafted, plain)
-        assert ("[4, 3]" in (tmp_path / "custom_generate" / "generate.py").read_text()) == bool(
-            shortlist
-        )
-        assert calls.count(model.model.layers[0]) > calls.count(
-            model.model.layers[2]
-        )  # drafts stop before it
-        counts = []
-        for decoding in (
-            draft_with(2, shortlist),
-            str(tmp_path),
-        ):  # new ones check the model, this one has done so
-            calls.clear()
-            model.generate(ids, custom_generate=decoding, trust_remote_code=True, **options)
-            counts.append(len(calls))
-        assert counts[1] < counts[0]
-        trusting = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-        options |= {"trust_remote_code": True}
-        for given in ({}, {"custom_generate": str(tmp_path)}, {"custom_generate": draft_with(1)}):
-            assert torch.equal(trusting.generate(ids, **options, **given), plain)
-        RunFolder(tmp_path).write(
-            {"speculation_profile": SpeculationProfile(speeds**0, speeds * 0, 20.0, speeds**0)}
-        )
-        write_card(tmp_path)
-        assert not (tmp_path / "custom_generate" / "generate.py").exists()
+def test_a_card_of_version_0_2_no_longer_says_how_to_draft(tmp_path):
+    llama(num_layers=3).save_pretrained(tmp_path)
+    shown = {"text": "layer 2 drafts", "draft_with": "2, None, length=None"}
+    measured = {"acceptance": [0.5, 0.9], "tokens_per_second": [10.0, 30.0]}
+    (tmp_path / "speculation_profile.json").write_text(json.dumps(measured))
+    old_card = {"license": "mit", "limits": ["A toy."], "speculation_profile": shown}
+    (tmp_path / "model_card.json").write_text(json.dumps(old_card))
+    folder = tmp_path / "custom_generate"
+    folder.mkdir()
+    (folder / "generate.py").write_text("from hf_descent.early_exit import draft_with")
+    (folder / "requirements.txt").write_text("hf_descent")
+
+    assert "speculation_profile" not in write_card(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "- A toy." in text and "draft" not in text and "custom_generate" not in text
+    assert not any(folder.iterdir())

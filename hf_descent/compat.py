@@ -54,9 +54,6 @@ PRIVATE_NAMES = {
     "transformers.utils.generic": {
         "_local_mapping": "the registry of mask functions has no public way to be restored",
     },
-    "transformers.generation.utils": {
-        "_supports_logits_to_keep": "whether a model can compute the last logits alone",
-    },
     "trl.trainer.sft_trainer": {
         "_formatting_func": "evaluation data are prepared as TRL does it",
         "_metrics": "where TRL collects what it logs",

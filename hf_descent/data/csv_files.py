@@ -1,9 +1,8 @@
 """Rows of csv files. Every value is text, as written: `01`, `1e3`, `NA` and dates stay what they are."""
 
 import csv
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, Features, Value
-from transformers.utils import logging
 
 from .files import cached_rows, open_text
+from .joined_rows import check_joined_rows
 
-
-logger = logging.get_logger(__name__)
 
 SEPARATORS = (",", ";", "\t", "|")
-RARE_SEPARATORS = ("\t", "|")  # in texts; such files are often written without quotes
-MOST_CATEGORIES = 1000  # values of a column that repeats few of them, as one of labels does
-MOST_CHARACTERS = 60  # of such a value
-LINE_END = re.compile(r"[\r\n]+")
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,9 @@ def load_csv(path: str, columns: Sequence[str]) -> Dataset:
     """The rows of a csv file, of which `columns` will be used. ValueError where its lines make no table."""
     layout = find_layout(path, columns)
     features = Features(dict.fromkeys(layout.names, Value("string")))
-    return cached_rows(csv_rows, features, path, layout=layout)
+    rows = cached_rows(csv_rows, features, path, layout=layout)
+    check_joined_rows(rows.data.table, layout.separator, path)
+    return rows
 
 
 def find_layout(path: str, columns: Sequence[str]) -> CsvLayout:
@@ -60,14 +55,18 @@ def find_layout(path: str, columns: Sequence[str]) -> CsvLayout:
 
     separator = max(separators, key=columns_named)
     header = headers[separator]
-    skips_blanks = len(header) > 1 and all(name.startswith(" ") for name in header[1:])
+    if header[0].startswith("sep="):
+        raise ValueError(f"its first line is {header[0]!r}, which only Excel reads: delete it")
+
+    written = _header(path, separator, skips_blanks=False)
+    skips_blanks = len(written) > 1 and all(name.startswith(" ") for name in written[1:])
     return CsvLayout(separator, skips_blanks, _unique_names(header, columns))
 
 
-def _header(path: str, separator: str) -> list[str]:
-    """The cells of the first line that is not blank."""
+def _header(path: str, separator: str, skips_blanks: bool = True) -> list[str]:
+    """The cells of the first line that is not blank, without the blanks before them or with them."""
     with open_text(path) as file, _long_values():
-        for cells in csv.reader(file, delimiter=separator):
+        for cells in csv.reader(file, delimiter=separator, skipinitialspace=skips_blanks):
             if cells:
                 return cells
     raise ValueError("it is empty")
@@ -85,55 +84,93 @@ def _long_values() -> Iterator[None]:
 
 def _unique_names(header: Sequence[str], columns: Sequence[str]) -> tuple[str, ...]:
     """Names of the columns: those without one, and repeated ones that nobody asks for, are numbered."""
+    written = [name.strip() for name in header]
     names = []
-    for number, name in enumerate(map(str.strip, header), start=1):
+    for number, name in enumerate(written, start=1):
         if name in names and name in columns:
             raise ValueError(f"two of its columns have the name {name!r}")
-        if name == "":
-            name = f"column {number}"
-        elif name in names:
-            name = f"{name} {number}"
+        if name == "" or name in names:
+            name = _numbered(name, number, [*written, *names])
         names.append(name)
     return tuple(names)
+
+
+def _numbered(name: str, number: int, taken: Sequence[str]) -> str:
+    """A name with a number that is none of the names that are `taken`."""
+    if name == "":
+        name = "column"
+    numbered = f"{name} {number}"
+    while numbered in taken:
+        numbered += f" {number}"
+    return numbered
 
 
 def csv_rows(path: str, version: tuple, layout: CsvLayout) -> Iterator[dict[str, str | None]]:
     """The rows of a csv file; a line that ends early lacks its last values (None).
 
-    ValueError for a line that has more values than others, for one that repeats the names of the columns, and for
-    quotes out of place.
+    ValueError for a line that has more values than others or another end, for one that repeats the names of the
+    columns, and for quotes out of place.
     """
     with open_text(path) as file, _long_values():
+        ends = LineEnds(file)
         lines = csv.reader(
-            file, delimiter=layout.separator, skipinitialspace=layout.skips_blanks, strict=True
+            ends, delimiter=layout.separator, skipinitialspace=layout.skips_blanks, strict=True
         )
         try:
-            yield from _rows_of_lines(lines, layout, path)
+            yield from _rows_of_lines(lines, layout, ends)
         except csv.Error as error:
             raise ValueError(
                 f"line {lines.line_num}: {error}; double each quote in a value and put the value in quotes"
             ) from error
 
 
-def _rows_of_lines(lines: Any, layout: CsvLayout, path: str) -> Iterator[dict[str, str | None]]:
+class LineEnds:
+    """The lines of a file, and whether the rows end alike: a carriage return by itself is part of a value where other
+    rows end in a line feed."""
+
+    def __init__(self, file: Iterable[str]):
+        self.file = file
+        self.line = ""
+        self.returns: bool | None = None  # whether rows end in a carriage return
+
+    def __iter__(self) -> Iterator[str]:
+        for line in self.file:
+            self.line = line
+            yield line
+
+    def check(self, number: int) -> None:
+        """ValueError where the row that ends in the present line ends otherwise than those before."""
+        if not self.line.endswith(("\r", "\n")):  # the last line
+            return
+        returns = self.line.endswith("\r")
+        if self.returns is None:
+            self.returns = returns
+        if self.returns != returns:
+            raise ValueError(
+                f"line {number} ends in {self.line[-1]!r}, and lines above do not; put a value that holds a carriage "
+                "return in double quotes"
+            )
+
+
+def _rows_of_lines(
+    lines: Any, layout: CsvLayout, ends: LineEnds
+) -> Iterator[dict[str, str | None]]:
     names = layout.names
+    width = None
     filled = (cells for cells in lines if cells)
     next(filled)  # the names of the columns
-    width = None
-    merged = MergedRows(layout.separator, len(names))
+    ends.check(lines.line_num)
 
     for cells in filled:
         # Blank values at the end are no column if all lines have them. If some do, a value was cut in two.
-        own_width = max(len(cells), len(names))
         if width is None:
-            width = own_width
+            width = max(len(cells), len(names))
+        ends.check(lines.line_num)
         _check_line(cells, lines.line_num, width, layout)
-        merged.see(cells, lines.line_num)
         yield dict(zip_longest(names, cells[: len(names)]))
 
     if width is None:
         raise ValueError("it has no rows below its first line")
-    merged.check(path)
 
 
 def _check_line(cells: list[str], number: int, width: int, layout: CsvLayout) -> None:
@@ -149,58 +186,4 @@ def _check_line(cells: list[str], number: int, width: int, layout: CsvLayout) ->
     if count > 1 and tuple(map(str.strip, cells)) == layout.names:
         raise ValueError(
             f"line {number} repeats the names of the columns, as where files were joined; delete it"
-        )
-
-
-class MergedRows:
-    """Finds values that hold whole rows: where one text begins with a quote and a later one ends with a quote, csv
-    makes one value of all between them.
-
-    Each line of such a value has as many separators as a row. Lines of a text that was meant so seldom have, if the
-    separator is rare. If it is a comma or semicolon, the lines are taken for rows where another column has the values
-    that they would give it, as one of labels has; otherwise they are reported on the screen.
-    """
-
-    def __init__(self, separator: str, width: int):
-        self.separator = separator
-        self.values = [set() for _ in range(width)]  # of each column
-        self.suspects: list[tuple[int, list[list[str]]]] = []  # lines and what they hold as rows
-
-    def see(self, cells: list[str], number: int) -> None:
-        """Looks at the row that ends in a line."""
-        is_long = False
-        for values, cell in zip(self.values, cells):
-            if LINE_END.search(cell):
-                is_long = True
-            elif len(values) <= MOST_CATEGORIES and len(cell) <= MOST_CHARACTERS:
-                values.add(cell)
-        if not is_long or len(cells) == 1:
-            return
-        lines = LINE_END.split(self.separator.join(cells))
-        rows = [line.split(self.separator) for line in lines if line.strip()]
-        if all(len(row) == len(cells) for row in rows):
-            self.suspects.append((number, rows))
-
-    def check(self, path: str) -> None:
-        """ValueError where a value holds rows; what may be rows is said on the screen."""
-        for number, rows in self.suspects:
-            if self.separator in RARE_SEPARATORS or self._repeat_a_column(rows):
-                raise ValueError(
-                    f"line {number} ends a value in quotes that holds several lines, each of them like a row; double "
-                    "each quote that is part of a value and put the value in quotes, or give the rows as JSON lines "
-                    "if the value is meant so"
-                )
-        if self.suspects:
-            logger.warning(
-                f"{path}: {len(self.suspects)} values in quotes hold several lines, each with as many "
-                f"{self.separator!r} as a row; the first ends in line {self.suspects[0][0]}. If these lines are rows, "
-                "a quote is out of place."
-            )
-
-    def _repeat_a_column(self, rows: list[list[str]]) -> bool:
-        """Whether all values that rows give some column are among the few that it has elsewhere."""
-        return any(
-            values.issuperset(column)
-            for values, column in zip(self.values, zip(*rows))
-            if len(values) <= MOST_CATEGORIES
         )

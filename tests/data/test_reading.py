@@ -195,10 +195,11 @@ def test_unused_columns_do_not_matter(tmp_path):
         ("a,b;text;label\n1;x,y;z\n", ("text", "label"), {"text": "x,y", "label": "z"}),
         ("text\n\"x; y\"\n", ("text",), {"text": "x; y"}),
         ("text, label\nx, \"y, z\"\n", ("text", "label"), {"text": "x", "label": "y, z"}),
+        ('text, "label"\n"x", "y, z"\n', ("text", "label"), {"text": "x", "label": "y, z"}),
         ("\n\ntext , label\nx,y\n", ("text", "label"), {"text": "x", "label": "y"}),
         ("text,label,\nx,y,\n", ("text", "label"), {"text": "x", "label": "y"}),
     ],
-    ids=["other separators in names", "one column", "blanks", "blank lines", "trailing separator"],
+    ids=["separators in names", "one column", "blanks", "quotes after blanks", "blank lines", "last separator"],
 )  # fmt: skip
 def test_the_first_line_tells_the_separator(tmp_path, content, columns, expected):
     (tmp_path / "rows.csv").write_text(content)
@@ -221,6 +222,78 @@ def test_lines_of_a_text_that_could_be_rows_are_said(tmp_path, caplog, content, 
     assert ("1 values in quotes hold several lines" in caplog.text) == is_said
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        'text,label\nfine,0\n"Wow,1\nbad\nmeh,0\nlast one",1\nq,0\n',
+        'text\tlabel\nfine\t0\n"Wow\t1\nbad\nmeh\t0\nlast one"\t1\nq\t0\n',
+        'id\ttext\tlabel\n1\ta\t0\n2\t"b\t1\n3\tc\t0\textra\n4\td"\t1\n5\te\t0\n',
+        'text,label,note\na,0,ok\n"b,1,good\nc,0\nd,0,so\ne,1\nf",1,z\ng,0,x\n',
+        'text,label,note\na,0,ok\n"b,1\nc,0\nd,0,so\ne",1,z\ng,0,x\n',
+        'text,label,note\na,0,\n"b,1\nc,0,x,y\nd,0\ne",1,z\ng,0,\n',
+        'one,other,label\na,b,0\n"c,d,1\ne,f",0\ng,h,1\n',
+        'text, label\na, 0\n"b, 1\nc\nd, 0\ne", 1\n',
+        ',text,label\n0,a,0\n1,"b,1\n2,c\n3,d",1\n4,e,0\n',
+    ],
+)
+def test_rows_in_a_value_are_found_though_some_lack_separators(tmp_path, content):
+    path = tmp_path / "rows.csv"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="row 2 has the value .* in quotes|row 1 has the value"):
+        read(path)
+
+
+@pytest.mark.parametrize("separator", [",", "\t", ";"])
+@pytest.mark.parametrize("has_number", [False, True])
+@pytest.mark.parametrize("is_label_first", [False, True])
+def test_texts_of_several_lines_are_read(tmp_path, caplog, separator, has_number, is_label_first):
+    texts = ["Dear all,\n\nthank you, bye", "one\ntwo", "a\nb\nc; d\n", "1\n0", "yes\nno", "yes"]
+    rows = [["text", "label"], *([text, str(i % 2)] for i, text in enumerate(texts))]
+    if is_label_first:
+        rows = [row[::-1] for row in rows]
+    if has_number:
+        rows = [[str(number), *row] for number, row in enumerate(rows)]
+    path = write_csv(tmp_path / "rows.csv", rows, separator)
+    assert read(path)["text"][:] == texts
+    assert "several lines" not in caplog.text
+
+
+def test_lines_that_could_be_rows_are_said_every_time(tmp_path, caplog):
+    path = tmp_path / "rows.csv"
+    path.write_text('text,label\n"one\ntwo,1\nthree\nfour\nfive",1\nsix,0\n')
+    for _ in range(2):
+        caplog.clear()
+        assert len(read(path)) == 2
+        assert "1 values in quotes hold several lines, of which some look like rows" in caplog.text
+        assert "in row 1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "expected"),
+    [
+        ("text,score,score 4,score", ("text", "score 4"), "z"),
+        ("score 2,,column 2,text", ("column 2", "text"), "z"),
+        ("text,label,,column 3", ("text", "column 3"), "w"),
+        ("text,label,column 3,", ("text", "column 3"), "z"),
+    ],
+)
+def test_a_made_up_name_is_no_name_of_the_file(tmp_path, header, columns, expected):
+    (tmp_path / "rows.csv").write_text(f"{header}\nx,y,z,w\n")
+    name = next(name for name in columns if name != "text")
+    assert read(tmp_path / "rows.csv", columns)[name][:] == [expected]
+
+
+def test_a_lone_carriage_return_is_no_end_of_a_row(tmp_path):
+    path = tmp_path / "rows.csv"
+    for content in ("text,label\nfoo\rbar,0\nb,1\n", "label,text\r\n0,foo\rbar\r\n1,b"):
+        path.write_text(content, newline="")
+        with pytest.raises(ValueError, match=r"line 2 ends in '\\r', and lines above do not; put"):
+            read(path)
+    for end in ("\r", "\r\n", "\r\r\n"):
+        path.write_text(end.join(["text,label", '"foo\rbar",0', "b,1", ""]), newline="")
+        assert read(path)["text"][:] == ["foo\rbar", "b"]
+
+
 def test_a_column_of_many_values_does_not_make_lines_rows(tmp_path):
     rows = [[str(number), "x"] for number in range(2_000)]
     path = write_csv(tmp_path / "rows.csv", [["id", "text"], *rows, ["2000", "a\n5,b"]])
@@ -240,10 +313,15 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv", 'text,label\nb,0\n"a,1\nb,0\n', "unexpected end of data"),
         ("rows.csv", "text,label\nx,1\na, b,1\n", "line 3 has 3 values for 2 columns"),
         ("rows.csv", "text,label\na,b,c,d,1\n", "line 2 has 5 values for 2 columns"),
-        ("rows.tsv", 'text\tlabel\n"a\t0\nb\t1\nc"\t1\n', "several lines, each of them like a row"),
+        (
+            "rows.tsv",
+            'text\tlabel\n"a\t0\nb\t1\nc"\t1\n',
+            "row 1 has the value .* several lines, most",
+        ),
         ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
         ("rows.csv", "text,label\n", "no rows below its first line"),
         ("rows.csv", "", "it is empty"),
+        ("rows.csv", "sep=;\ntext;label\na;0\n", "first line is 'sep=;', which only Excel reads"),
         ("rows.csv", "text,label\na,1\nä,1\n".encode("latin-1"), "line 3 .*Save the file as UTF-8"),
         (
             "rows.csv",
@@ -270,15 +348,27 @@ def test_long_texts_are_read(tmp_path):
         ("rows.json", "[]", "it has no rows"),
         ("rows.csv", "text,label\na, b,\nc,1\n", "line 3 has 2 values, and lines above have 3"),
         ("rows.csv", "text,label\nc,1\na, b,\n", "line 3 has 3 values, and lines above have 2"),
-        ("rows.csv", 'label|text\n1|"a\n0|b"\n', "line 3 ends .* lines, each of them like a row"),
+        ("rows.csv", 'label|text\n1|"a\n0|b"\n', "row 1 has the value .* several lines, most"),
         (
             "rows.tsv",
             'label\ttext\r1\t"a\r0\tb"\r',
-            "line 3 ends .* lines, each of them like a row",
+            "row 1 has the value .* several lines, most",
         ),
-        ("rows.csv", 'label,text\n1,"a\n0,b\n1,c"\n0,d\n', "line 4 ends .* like a row"),
-        ("rows.csv", 'text;label\n"a;1\n\nb;0\nc";1\nd;0\n', "line 5 ends .* like a row"),
-        ("rows.csv", 'text,pair,label\n"a,,1\nb,,0\nc",,7\nd,,9\n', "line 4 ends .* like a row"),
+        (
+            "rows.csv",
+            'label,text\n1,"a\n0,b\n1,c"\n0,d\n',
+            "row 1 has the value .* several lines, most",
+        ),
+        (
+            "rows.csv",
+            'text;label\n"a;1\n\nb;0\nc";1\nd;0\n',
+            "row 1 has the value .* several lines, most",
+        ),
+        (
+            "rows.csv",
+            'text,pair,label\n"a,,1\nb,,0\nc",,7\nd,,9\n',
+            "row 1 has the value .* several lines, most",
+        ),
         ("rows.csv", "text,label\na,1\ntext, label\nb,0\n", "line 3 repeats the names of the col"),
         ("rows.csv", "text,label\na,1\n".encode("utf-16-le"), "null character.* not in UTF-8"),
         ("rows.csv", gzip.compress(b"text,label\na,1\n", mtime=0), "let its name end in .gz"),

@@ -1,0 +1,133 @@
+"""Finds csv values that hold whole rows.
+
+Where one text begins with a quote and a later one ends with a quote, csv makes one value of all between them. A value
+of several lines is taken for rows by one rule:
+
+- A line of it is like a row if another column has few values, and the line has one of them at the place of that
+  column, as rows have their labels. If the separator is rare in texts, a line is also like a row if it has as many
+  separators.
+- If most lines are like rows, the file is refused. If two lines are, or most others than the first or last have as
+  many separators as a row, the value is reported on the screen.
+"""
+
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow
+from pyarrow import compute
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+RARE_SEPARATORS = ("\t", "|")  # in texts; such files are often written without quotes
+MOST_CATEGORIES = 1000  # values of a column that repeats few of them, as one of labels does
+MOST_CHARACTERS = 60  # of such a value
+LINE_END = re.compile(r"[\r\n]+")
+
+
+@dataclass(frozen=True)
+class CountedLines:
+    """How many lines a row has in the file, and how many of them are like rows or as wide as rows."""
+
+    lines: int
+    like_rows: int
+    as_wide: int
+
+    @property
+    def are_rows(self) -> bool:
+        return 2 * self.like_rows > self.lines
+
+    @property
+    def may_be_rows(self) -> bool:
+        # One line holds the rest of the row, so that a text with one separator makes it as wide.
+        return self.like_rows >= 2 or 2 * (self.as_wide - 1) > self.lines - 1
+
+
+def check_joined_rows(table: pyarrow.Table, separator: str, path: str) -> None:
+    """ValueError where a value of a csv file, whose cells are texts or None, holds rows; what may be rows is said on
+    the screen."""
+    if table.num_columns < 2:
+        return
+    is_long = [compute.match_substring_regex(column, LINE_END.pattern) for column in table.columns]
+    has_long = is_long[0]
+    for mask in is_long[1:]:
+        has_long = compute.or_kleene(has_long, mask)
+    indices = compute.indices_nonzero(compute.fill_null(has_long, False)).to_pylist()
+    if not indices:
+        return
+
+    categories = [_categories(column, mask) for column, mask in zip(table.columns, is_long)]
+    suspects = []
+    for index, cells in zip(indices, _rows(table.filter(has_long))):
+        counts = _count_lines(cells, categories, separator)
+        if counts.are_rows:
+            raise ValueError(
+                f"row {index + 1} has the value {_long_value(cells)} in quotes, which holds several lines, most of "
+                "them like rows; double each quote that is part of a value and put the value in quotes, or give the "
+                "rows as JSON lines if the value is meant so"
+            )
+        if counts.may_be_rows:
+            suspects.append((index, cells))
+
+    if suspects:
+        index, cells = suspects[0]
+        logger.warning(
+            f"{path}: {len(suspects)} values in quotes hold several lines, of which some look like rows; the first is "
+            f"{_long_value(cells)} in row {index + 1}. If these lines are rows, a quote is out of place."
+        )
+
+
+def _rows(table: pyarrow.Table) -> Iterator[tuple[str | None, ...]]:
+    for batch in table.to_batches(max_chunksize=1000):
+        yield from zip(*(column.to_pylist() for column in batch.columns))
+
+
+def _categories(column: pyarrow.ChunkedArray, is_long: pyarrow.ChunkedArray) -> set[str]:
+    """The values of a column that has few of them; blank is one only where there is no other. Empty for others."""
+    is_short = compute.less_equal(compute.utf8_length(column), MOST_CHARACTERS)
+    short = column.filter(compute.and_(is_short, compute.invert(is_long)))
+    values = compute.unique(short)
+    if len(values) > MOST_CATEGORIES:
+        return set()
+    names = {value.strip() for value in values.to_pylist()}
+    if names == {""}:
+        return names
+    return names - {""}
+
+
+def _long_value(cells: Sequence[str | None]) -> str:
+    return next(reprlib.repr(cell) for cell in cells if cell and LINE_END.search(cell))
+
+
+def _count_lines(
+    cells: Sequence[str | None], categories: Sequence[set[str]], separator: str
+) -> CountedLines:
+    """The lines of a row, by the `categories` of all columns."""
+    row = separator.join(cell for cell in cells if cell is not None)
+    lines = [line.split(separator) for line in LINE_END.split(row) if line.strip()]
+    as_wide = sum(_is_as_wide(line, len(cells)) for line in lines)
+
+    like_rows = 0
+    if separator in RARE_SEPARATORS:
+        like_rows = as_wide
+    for place, values in enumerate(categories):
+        cell = cells[place]
+        if cell is not None and LINE_END.search(cell):
+            continue
+        known = sum(_has_category(line, place, values) for line in lines)
+        like_rows = max(like_rows, known)
+    return CountedLines(len(lines), like_rows, as_wide)
+
+
+def _is_as_wide(line: Sequence[str], width: int) -> bool:
+    """Whether a line has as many values as there are columns, but for blank ones at its end."""
+    return len(line) >= width and not any(line[width:])
+
+
+def _has_category(line: Sequence[str], place: int, values: set[str]) -> bool:
+    if len(line) < 2 or place >= len(line):
+        return False
+    return line[place].strip() in values

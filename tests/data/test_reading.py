@@ -247,7 +247,14 @@ def test_rows_in_a_value_are_found_though_some_lack_separators(tmp_path, content
 @pytest.mark.parametrize("has_number", [False, True])
 @pytest.mark.parametrize("is_label_first", [False, True])
 def test_texts_of_several_lines_are_read(tmp_path, caplog, separator, has_number, is_label_first):
-    texts = ["Dear all,\n\nthank you, bye", "one\ntwo", "a\nb\nc; d\n", "1\n0", "yes\nno", "yes"]
+    texts = [
+        "Dear all,\n\nthank you, kindly, bye",
+        "one\ntwo",
+        "a\nb\nc; d\n",
+        "1\n0",
+        "yes\nno",
+        "yes",
+    ]
     rows = [["text", "label"], *([text, str(i % 2)] for i, text in enumerate(texts))]
     if is_label_first:
         rows = [row[::-1] for row in rows]

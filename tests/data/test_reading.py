@@ -248,7 +248,7 @@ def test_rows_in_a_value_are_found_though_some_lack_separators(tmp_path, content
 @pytest.mark.parametrize("is_label_first", [False, True])
 def test_texts_of_several_lines_are_read(tmp_path, caplog, separator, has_number, is_label_first):
     texts = [
-        "Dear all,\n\nthank you, kindly, bye",
+        "Dear all,\n\nthank you, oh, so, much",
         "one\ntwo",
         "a\nb\nc; d\n",
         "1\n0",

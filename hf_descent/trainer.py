@@ -39,7 +39,7 @@ from .training.compared_runs import earlier_last_layer, plain_loss_of, plain_los
 from .training.plain_arm import train_both
 from .training.records import Evaluation, RunRecord, StepTotals, counted_step, name_of_set
 from .training.run import DescentRun
-from .training.search import default_objective
+from .training.search import default_objective, space_for
 
 
 logger = logging.get_logger(__name__)
@@ -638,6 +638,7 @@ class DescentMixin:
         if direction is None:
             direction = "minimize"
         self._run.begin_search()
+        hp_space = space_for(self.args, hp_space)
         return super().hyperparameter_search(
             hp_space, compute_objective, n_trials, direction, *args, **kwargs
         )

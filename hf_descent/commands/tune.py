@@ -23,7 +23,7 @@ from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
 from ..files import write_json
 from ..runs import training_arguments
-from ..training.search import RANGES, hp_space
+from ..training.search import hp_space, ranges_for
 from .arguments import HELP, TRAINING, parse_recipe
 from .closing import next_step
 
@@ -231,7 +231,7 @@ def _default_ranges(args: Any) -> dict[str, Sequence[float]]:
         names.append("penalty_coefficient")
     if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
         names.append("descent_strength" if args.follows else "descent_alpha")
-    ranges = {**RANGES}
+    ranges = ranges_for(args)
     ranges.update(BASELINES)
     return {name: ranges[name] for name in names}
 

@@ -5,6 +5,7 @@ f_0 is measured, and the share of the descent stands for alpha.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +19,9 @@ RANGES = {
     "descent_strength": (0.25, 1.0),
     "dual_learning_rate": (2e-4, 1e-1),
 }
+# Around the lower default of `SFTDescentConfig`. A training whose own rate is below the bound searches this range.
+LOW_DUAL_RATES = (2e-5, 2e-2)
+LOW_RATE = 1e-3
 
 
 def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, Any]:
@@ -26,7 +30,8 @@ def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, A
     Args:
         trial (`optuna.Trial`): suggests the values.
         ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, of whole numbers where both
-            are `int`; or other values, of which one is taken. `RANGES` where not given.
+            are `int`; or other values, of which one is taken. Default: ranges for the learning rate, the strength and
+            the dual rate; that of the dual rate is lower where the arguments of the trainer have a low one.
     """
     if ranges is None:
         ranges = RANGES
@@ -43,6 +48,21 @@ def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, A
         else:
             space[name] = trial.suggest_float(name, *values, log=True)
     return space
+
+
+def ranges_for(args) -> dict[str, Sequence]:
+    """`RANGES`, with a range of the dual rate that suits the arguments of a training."""
+    ranges = dict(RANGES)
+    if args.dual_settings.dual_learning_rate < LOW_RATE:
+        ranges["dual_learning_rate"] = LOW_DUAL_RATES
+    return ranges
+
+
+def space_for(args, space: Callable | None) -> Callable | None:
+    """The `space` of a search; where it is [`hp_space`] as it is, with the ranges that suit `args`."""
+    if space is not hp_space:
+        return space
+    return partial(hp_space, ranges=ranges_for(args))
 
 
 def default_objective(

@@ -10,10 +10,10 @@ import pytest
 from tiny import config
 from tiny_files import save_tiny_model, write_rows
 
-from hf_descent import cli, hp_space
+from hf_descent import SFTDescentConfig, cli, hp_space
 from hf_descent.commands import tune
 from hf_descent.evaluation.comparison import Run
-from hf_descent.training.search import RANGES
+from hf_descent.training.search import RANGES, space_for
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +233,20 @@ def test_spaces_suit_the_objective(tmp_path):
     }
     targets = {"descent_alpha": None, "exit_targets": {1: 0.1}}
     assert set(space(tmp_path, **targets)) == {"learning_rate", "dual_learning_rate"}
+
+
+def test_language_models_are_searched_around_their_lower_dual_rate(tmp_path):
+    args = SFTDescentConfig(str(tmp_path), use_cpu=True, report_to="none")
+    low, high = tune.search_space(tune.TuneArguments(), args)["dual_learning_rate"]
+    own = args.dual_settings.dual_learning_rate
+    assert 5 * low < own < high < RANGES["dual_learning_rate"][1]
+    study = optuna.create_study()
+
+    suggest = space_for(args, hp_space)  # as the trainer's search does
+    rates = [suggest(study.ask())["dual_learning_rate"] for _ in range(50)]
+
+    assert low <= min(rates) < own < max(rates) <= high
+    assert space_for(args, None) is None and space_for(args, suggest) is suggest
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,8 @@ def _readable(
     readout = getattr(model.config, "custom_readout", None)
     if readout:
         logger.warning(
-            f"{name} was trained with the readout `{readout}`, which is no part of it: the cut model has the model's "
-            "own head, which was not trained, and predicts something else than what was measured."
+            f"{name} was trained with the readout `{readout}`, which is not saved with it. The cut model uses the "
+            "model's own head, which was not trained, so its predictions are not those that were measured."
         )
 
     if inputs is None:

@@ -117,7 +117,7 @@ class Price:
     def __str__(self) -> str:
         text = f"Last layer: {self.loss:.4g}"
         if self.plain is None:
-            text += "; no plain run to compare with"
+            text += "; plain training was not measured on these data"
         else:
             text += f", plain training {_beside(self.loss, self.plain)}"
         for name, loss in self.references.items():

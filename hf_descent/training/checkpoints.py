@@ -99,7 +99,7 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
     """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
     if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
         logger.warning(
-            f"{checkpoint} holds no optimizer (`save_only_model`): it and its schedule start afresh."
+            f"{checkpoint} has no optimizer state (`save_only_model`): optimizer and schedule start from the beginning."
         )
     saved = RunFolder(checkpoint).summary.get("arguments")
     if saved is None:  # of plain Trainer
@@ -119,8 +119,8 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
 def warn_of_readout(readout: Callable) -> None:
     """Say on saving that the model was read by a function that is not saved with it."""
     logger.warning(
-        f"The readout `{name_of(readout)}` is not saved with the model: loaded, the model has its own head, which was "
-        "not trained, and predicts something else than what was measured."
+        f"The readout `{name_of(readout)}` is not saved with the model. A loaded model uses its own head, which was "
+        "not trained, so its predictions are not those that were measured."
     )
 
 

@@ -51,7 +51,7 @@ def _check_fine_tuning(trainer: Trainer) -> None:
     args = trainer.args
     if getattr(args, "loss_type", "nll") != "nll":
         raise ValueError(
-            f"`loss_type` is {args.loss_type!r}, which no layer has; use 'nll', or `objective='erm'`."
+            f"`loss_type` is {args.loss_type!r}, which cannot be computed at every layer; use 'nll', or `objective='erm'`."
         )
     if not getattr(args, "eval_packing", False):
         return
@@ -74,14 +74,14 @@ def _check_processes(trainer: Trainer) -> None:
 
     if args.world_size > 1 and args.ddp_static_graph:
         raise ValueError(
-            "`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out."
+            "`ddp_static_graph=True` is not supported: processes would not share all gradients. Leave it out."
         )
 
     if trainer.is_fsdp_enabled:
         plugin = trainer.accelerator.state.fsdp_plugin
         if getattr(plugin, "fsdp_version", 1) < 2:
             raise ValueError(
-                "FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`."
+                "FSDP1 is not supported, because it cannot run the head on every layer; set `fsdp_version: 2`."
             )
 
     sizes = {

@@ -34,8 +34,8 @@ def judging_state(
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
     if dual.problem is None and (trainer.args.exit_targets or trainer.args.loss_targets):
         logger.warning_once(
-            "The targets are not judged: the loss of a constant prediction, above which no layer meets them, is not "
-            "known. Set `initial_loss_bound` to a number."
+            "The targets are not judged, because the loss of guessing is not known. Set `initial_loss_bound` to a "
+            "number."
         )
     return dual
 

@@ -56,8 +56,8 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     if any(_has_counting_label(inputs[name]) for name in names):
         return inputs
     logger.warning_once(
-        f"The first batch has no label that counts (all are {IGNORE_INDEX}), and such batches teach nothing: see to "
-        "the masking, and to the length at which rows are cut."
+        f"All labels of the first batch are {IGNORE_INDEX}, so nothing is learned from it. Check how labels are masked, "
+        "and the length at which rows are cut."
     )
     labelled = dict(inputs)
     for name in names:
@@ -199,9 +199,7 @@ def make_dual(
     if saves_dual:
         dual.load(checkpoint)
     elif checkpoint is not None:
-        logger.warning(
-            f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up."
-        )
+        logger.warning(f"{checkpoint} has no saved multipliers: they start from 0, with a warm-up.")
     elif not trainer.is_in_train:
         dual.take_saved_problem(problem)
     return dual
@@ -243,8 +241,8 @@ def _warn_of_half_precision(loss: Any) -> None:
     digits = {torch.bfloat16: 3, torch.float16: 4}
     if isinstance(loss, torch.Tensor) and loss.dtype in digits:
         logger.warning(
-            f"The model's loss is computed in {loss.dtype}, whose {digits[loss.dtype]} digits blur violations; load "
-            "the model in float32 and set `bf16=True` (mixed precision)."
+            f"The model computes its loss in {loss.dtype}, which has {digits[loss.dtype]} digits: too few for small "
+            "violations. Load the model in float32 and set `bf16=True` (mixed precision)."
         )
 
 
@@ -286,7 +284,7 @@ def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> fl
 
     if sigma is None:
         sigma = _estimated_sigma(trainer, model)
-        logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
+        logger.info(f"Noise level 1 is {sigma:.4g}, the standard deviation of the clean signal.")
 
     if config is not None:
         config.noise_sigma = sigma

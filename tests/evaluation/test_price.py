@@ -38,7 +38,9 @@ def test_the_verdict_begins_with_the_price():
     assert str(found).startswith("Last layer: 2.61, plain training 2.54 (+2.8 %).\n")
     assert found.headline == "VERDICT: MET, price +2.8 %"
     alone = verdict(losses(2.61))
-    assert str(alone).startswith("Last layer: 2.61; no plain run to compare with.\n")
+    assert str(alone).startswith(
+        "Last layer: 2.61; plain training was not measured on these data.\n"
+    )
     assert alone.headline == "VERDICT: MET, price unknown"
     assert alone.with_plain(2.7).headline == "VERDICT: MET, price -3.3 %"
     assert not str(verdict(losses(2.61), has_price=False)).startswith("Last layer")

@@ -291,7 +291,8 @@ def test_numbers_of_a_readout_that_is_not_saved_are_not_published(tmp_path, capl
     trainer.save_model()
 
     assert (
-        "`second_token` is not saved with the model: loaded, the model has its own" in caplog.text
+        "`second_token` is not saved with the model. A loaded model uses its own head"
+        in caplog.text
     )
 
     caplog.clear()

@@ -393,7 +393,8 @@ class DescentMixin:
             return
         certificate = run.keep_certificate(certificate, self.state)
         if self.is_world_process_zero() and not self.is_in_train:
-            logger.info(f"Verdict on the evaluation data:\n{certificate}")
+            data = "evaluation" if prefix == "eval" else prefix
+            logger.info(f"Verdict on the {data} data:\n{certificate}")
 
     def _last_layer_readings(self, set_name: str | None) -> dict[str, evaluation.Reading]:
         """By the time, what this process has read of the last layer on an evaluation set."""

@@ -1,13 +1,15 @@
 """The last lines of a command: what was found, in one line, and which command comes next."""
 
-from collections.abc import Iterable
-
 from ..evaluation import LayerProfile
 
 
-def verdict_lines(profiles: Iterable[LayerProfile]) -> list[str]:
-    """The verdict of each profile in one line; none for a profile that knows of no constraint."""
-    return [profile.certificate().headline for profile in profiles if profile.problem is not None]
+def closing_lines(folder: str, profile: LayerProfile, next_steps: str) -> str:
+    """Where the results are, the verdict in one line if there are constraints, and what comes next."""
+    lines = [f"Written to {folder}"]
+    if profile.problem is not None:
+        lines.append(profile.certificate().headline)
+    lines.append(next_steps)
+    return "\n".join(lines)
 
 
 def next_step(command: str, purpose: str) -> str:

@@ -29,7 +29,7 @@ from ..noise.embedding_noise import deviation_from_moments, moments_of
 from ..runs import RunFolder, tables
 from ..trainer import DescentTrainer
 from .arguments import parse_recipe
-from .closing import next_step, verdict_lines
+from .closing import closing_lines, next_step
 from .training import OutputArguments, metrics_of, resume_choice, train_and_report
 
 
@@ -128,8 +128,9 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
 
 def report(
     trainer: DescentTrainer, rows: Mapping[str, Dataset], settings: dict[str, Any], draws: int
-) -> None:
-    """Measures the validation and test rows, writes the results of the last, and prints both."""
+) -> str:
+    """Measures the validation and test rows, writes the results of the last, and prints both; the last lines of the
+    command."""
     args = trainer.args
     is_first = trainer.is_world_process_zero()
     # The test rows come last, since the trainer's card is of what was measured last.
@@ -150,12 +151,11 @@ def report(
             )
             print(tables(results), end="\n\n")
 
+    folder = args.output_dir  # plain training beside this has its own
     if is_first:
-        folder = args.output_dir  # plain training beside this has its own
         RunFolder(folder).write(results)
-        print(f"Written to {folder}")
-        print("\n".join(verdict_lines([profile])))
-        print(next_step(f"evaluate {folder}", "measures it at other noise levels"))
+    measures = next_step(f"evaluate {folder}", "measures it at other noise levels")
+    return closing_lines(folder, profile, measures)
 
 
 def measure_sigma(rows: Dataset, task: DenoisingTask) -> float:

@@ -11,7 +11,7 @@ from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
 from ..evaluation.scoring import Result
-from ..evaluation.side_by_side import PLAIN_FOLDER, side_by_side
+from ..evaluation.side_by_side import side_by_side
 from ..files import find_json, write_json
 from ..loading import ADAPTER
 from ..readout.tape import assigned
@@ -19,7 +19,7 @@ from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
 from ..training.plain_arm import is_finished, plain_arm, where_to_go_on
 from .arguments import absolute
-from .closing import after_training, verdict_lines
+from .closing import after_training, closing_lines
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,7 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
 def train_and_report(
     trainer: DescentMixin,
     resume: str | bool | None,
-    report: Callable[[], None],
+    report: Callable[[], str],
     model_args: OutputArguments,
     data_args: Any,
     score: str = "loss",
@@ -75,14 +75,14 @@ def train_and_report(
     """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so. With
     `with_plain` all this is done twice, of plain training first, and both are printed side by side.
 
-    `model_args` and `data_args` are those of the command beside the trainer's; the run's `descent_config.json` gets
-    them. What was measured, on which rows, is recorded for later commands; `score` is what an evaluation has beside
-    losses.
+    `report` prints what it measures, and returns the last lines of the command. `model_args` and `data_args` are those
+    of the command beside the trainer's; the run's `descent_config.json` gets them. What was measured, on which rows,
+    is recorded for later commands; `score` is what an evaluation has beside losses.
     """
     _check_metric(trainer.args.metric_for_best_model, score)
     arm = partial(_train_arm, trainer, report, model_args, data_args)
     if not model_args.with_plain:
-        arm(resume)
+        _print_once(trainer, arm(resume))
         return
 
     if not (resume and is_finished(trainer)):
@@ -91,11 +91,12 @@ def train_and_report(
             arm(where_to_go_on(trainer, bool(resume)))
 
     _print_once(trainer, f"\nTraining with the objective {trainer.args.objective!r}\n")
-    arm(where_to_go_on(trainer, resume))
+    closing = arm(where_to_go_on(trainer, resume))
     for pair in side_by_side(trainer.args.output_dir):
         level = f", at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
         title = f"Plain training and {pair.objective!r} side by side{level}"
-        _print_once(trainer, f"\n{title}\n{pair}")
+        _print_once(trainer, f"{title}\n{pair}\n")
+    _print_once(trainer, closing)
 
 
 def _check_metric(metric: str | None, score: str) -> None:
@@ -116,12 +117,12 @@ def _print_once(trainer: DescentMixin, text: str) -> None:
 
 def _train_arm(
     trainer: DescentMixin,
-    report: Callable[[], None],
+    report: Callable[[], str],
     model_args: OutputArguments,
     data_args: Any,
     resume: str | bool | None,
-) -> None:
-    """Trains, saves and reports once, by the arguments that the trainer has now."""
+) -> str:
+    """Trains, saves and reports once, by the arguments that the trainer has now; the last lines of the report."""
     trainer.command = json_value(vars(model_args))
     trainer.command.update(json_value(vars(data_args)))
     args = trainer.args
@@ -153,13 +154,15 @@ def _train_arm(
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", metrics)
-    report()
+    closing = report()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()  # what was saved before is without the results
+    return closing
 
 
-def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> None:
-    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables.
+def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> str:
+    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables; the last
+    lines of the command, which say what was found and what comes next.
 
     `all_results.json` has the metrics and layer losses on both. Of the test rows where there are any there is
     `layer_profile.json`, also at the training level (`layer_profile_gamma_LEVEL.json`) and, where noise levels are
@@ -188,13 +191,11 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     metrics.update(metrics_of(results, prefix))
     trainer.save_metrics(prefix, metrics)
     if trainer.is_world_process_zero():
-        folder = RunFolder(args.output_dir)
-        folder.write(results)
-        closing = [f"Written to {args.output_dir}", *verdict_lines(profiles[-1:])]
-        if folder.path.name != PLAIN_FOLDER:  # else the run beside it says what comes next
-            closing.append(after_training(args.output_dir))
-        parts = ["\n".join(scores), f"Of the {split} rows:", tables(results), "\n".join(closing)]
-        print("\n\n".join(parts))
+        RunFolder(args.output_dir).write(results)
+        parts = ["\n".join(scores), f"Of the {split} rows:", tables(results)]
+        print("\n\n".join(parts), end="\n\n")
+
+    return closing_lines(args.output_dir, profiles[-1], after_training(args.output_dir))
 
 
 def _metrics(trainer: DescentMixin, rows: Dataset, prefix: str) -> dict[str, float]:

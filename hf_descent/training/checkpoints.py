@@ -99,7 +99,7 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
     """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
     if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
         logger.warning(
-            f"{checkpoint} has no optimizer state (`save_only_model`): optimizer and schedule start from the beginning."
+            f"{checkpoint} has no optimizer state (`save_only_model`): they start from the beginning."
         )
     saved = RunFolder(checkpoint).summary.get("arguments")
     if saved is None:  # of plain Trainer

@@ -51,7 +51,8 @@ def _check_fine_tuning(trainer: Trainer) -> None:
     args = trainer.args
     if getattr(args, "loss_type", "nll") != "nll":
         raise ValueError(
-            f"`loss_type` is {args.loss_type!r}, which cannot be computed at every layer; use 'nll', or `objective='erm'`."
+            f"`loss_type` is {args.loss_type!r}, which cannot be computed at every layer; use 'nll', or "
+            "`objective='erm'`."
         )
     if not getattr(args, "eval_packing", False):
         return

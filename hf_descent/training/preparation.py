@@ -56,8 +56,8 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     if any(_has_counting_label(inputs[name]) for name in names):
         return inputs
     logger.warning_once(
-        f"All labels of the first batch are {IGNORE_INDEX}, so nothing is learned from it. Check how labels are masked, "
-        "and the length at which rows are cut."
+        f"All labels of the first batch are {IGNORE_INDEX}, so nothing is learned from it. Check how labels are "
+        "masked, and the length at which rows are cut."
     )
     labelled = dict(inputs)
     for name in names:

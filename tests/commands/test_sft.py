@@ -87,6 +87,7 @@ def test_plain_training_stands_beside_without_noise_levels(sft, tmp_path, capsys
     table = printed.split("Plain training and 'descent' side by side\n")[1]
     last = table.splitlines()[3].split()
     assert last[:3] == ["3", f"{losses[0][2]:.4g}", f"{losses[1][2]:.4g}"]
+    assert printed.count("VERDICT: ") == table.count("\nVERDICT: ") == 1  # of this run, at the end
     cli.main(["compare", str(folder / "_plain"), str(folder)])
     assert table.splitlines()[3] in capsys.readouterr().out
     tokens = [

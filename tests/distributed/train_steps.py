@@ -244,7 +244,7 @@ def train(
     if evaluate_first:
         trainer.evaluate()
     nothing = SimpleNamespace()  # beside the trainer's arguments
-    train_and_report(trainer, resume_from, lambda: None, OutputArguments(), nothing)
+    train_and_report(trainer, resume_from, lambda: "", OutputArguments(), nothing)
     metrics = {}
     if not poison:
         metrics.update(trainer.evaluate())

@@ -16,8 +16,8 @@ import yaml
 SHORT_HELP = {
     "objective": "descent, erm (plain training), deep_supervision, layerskip, ...",
     "descent_alpha": "shape of the descent: line, steps, or the paper's number",
-    "exit_targets": "'{3: 0.05}': loss of layer 3 at most 5 %% above the last layer's",
-    "loss_targets": "'{3: 0.4}': loss of layer 3 at most 0.4",
+    "exit_targets": "'{3: 0.05}': layer 3 has at most 5 %% more loss",
+    "loss_targets": "'{3: 0.4}': layer 3 has at most a loss of 0.4",
     "descent_strength": "share of an even descent to ask for, from 0 to 1",
     "constrained_layers": "the layers to constrain",
     "max_last_layer_rise": "by what share the last layer's loss may rise",
@@ -35,8 +35,8 @@ SHORT_HELP = {
     "dtype": "type of the weights",
     "dataset_name": "data set on the Hub",
     "train_file": "csv, tsv, json or parquet file",
-    "validation_file": "rows that choose a checkpoint; else 5 %% of the training rows",
-    "test_file": "rows for the verdict, read after training",
+    "validation_file": "rows that choose a checkpoint",
+    "test_file": "rows for the verdict after training",
     "text_column": "column of the text",
     "label_column": "column of the class",
     "max_eval_samples": "evaluate on at most so many rows",
@@ -52,7 +52,7 @@ SHORT_HELP = {
     "save_strategy": "when to save",
     "load_best_model_at_end": "keep the best checkpoint",
     "resume_from_checkpoint": "true, or the folder of a checkpoint",
-    "report_to": "where to log: tensorboard, trackio, ...",
+    "report_to": "such as tensorboard",
     "push_to_hub": "upload the model",
 }
 # What `--help` leaves out of the arguments of models and data.

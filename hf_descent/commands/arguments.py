@@ -16,8 +16,8 @@ import yaml
 SHORT_HELP = {
     "objective": "descent, erm (plain training), deep_supervision, layerskip, ...",
     "descent_alpha": "shape of the descent: line, steps, or the paper's number",
-    "exit_targets": "'{3: 0.05}': layer 3 has at most 5 %% more loss",
-    "loss_targets": "'{3: 0.4}': layer 3 has at most a loss of 0.4",
+    "exit_targets": "'{3: 0.05}': layer 3 may have 5 %% more loss",
+    "loss_targets": "'{3: 0.4}': layer 3 may have a loss of 0.4",
     "descent_strength": "share of an even descent to ask for, from 0 to 1",
     "constrained_layers": "the layers to constrain",
     "max_last_layer_rise": "by what share the last layer's loss may rise",

@@ -1,10 +1,11 @@
 """`hf-descent exit MODEL`: what a trained model is worth, and what it costs, with fewer layers."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from ..data.alpaca import PromptFormat
@@ -13,14 +14,14 @@ from ..data.text import DataArguments
 from ..early_exit import (
     ConfidenceExit,
     ExitProfile,
+    HealingTrainer,
     LayerSetProfile,
     exit_profile,
     find_layer_sets,
     layer_set_profile,
 )
 from ..early_exit.layer_sets import spans
-from ..evaluation.scoring import Result
-from ..loading import load_tokenizer
+from ..loading import load_image_processor, load_tokenizer
 from ..runs import RunFolder, tables
 from .arguments import parse_models
 from .closing import next_step
@@ -28,6 +29,7 @@ from .held_out import (
     HeldOutRows,
     classifier_rows,
     collator_of,
+    empty_folder,
     is_classifier,
     labelled_rows,
     load_whole_model,
@@ -39,6 +41,7 @@ from .held_out import (
 
 
 SEARCH_ROWS = 256  # on which layers are left out; it takes some L passes over them for each layer
+HEALING_BATCH = 8  # training rows in a step
 
 
 @dataclass
@@ -56,6 +59,12 @@ class ExitArguments:
         default=None,
         help="Search for layers to leave out, one at a time, until this many are left.",
     )
+    heal: str | None = HfArg(
+        default=None,
+        help="With `fewest_layers`: train what is left to predict what all layers do, and save it in this folder.",
+    )
+    heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training rows.")
+    heal_learning_rate: float = HfArg(default=3e-4, help="With `heal`: the highest learning rate.")
     max_rise: float = HfArg(
         default=0.05,
         help="With `fewest_layers`: largest rise of the loss to accept, as a share of it.",
@@ -81,8 +90,15 @@ class ExitArguments:
     )
 
     def __post_init__(self):
-        counts = ("batch_size", "repeats", "fewest_layers")
-        check_arguments(self, {**dict.fromkeys(counts, 1), "max_loss": 0, "max_rise": 0})
+        counts = ("batch_size", "repeats", "fewest_layers", "heal_steps")
+        shares = ("max_loss", "max_rise", "heal_learning_rate")
+        check_arguments(self, {**dict.fromkeys(counts, 1), **dict.fromkeys(shares, 0)})
+        if self.heal is not None:
+            if self.fewest_layers is None:
+                raise ValueError(
+                    f"`heal` is {self.heal!r}, and no layers are left out: give `fewest_layers`."
+                )
+            empty_folder("heal", self.heal)
 
 
 parse = partial(parse_models, (ExitArguments, DataArguments))
@@ -92,21 +108,34 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
     """Prints the tables, and writes them as json into the output folder.
 
     A classifier's threshold is calibrated, and layers are chosen, on the validation rows; all is reported on the test
-    rows.
+    rows. The training rows heal.
     """
     (name,) = models
     folder = results_folder(name, args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
     model = load_whole_model(name)
-    if is_classifier(model):
-        rows = classifier_rows(name, model, data_args, args.image_column)
-        results = _classifier(model, rows, args)
+    is_sorting = is_classifier(model)
+    if is_sorting:
+        trains = args.heal is not None
+        rows = classifier_rows(name, model, data_args, args.image_column, trains)
     else:
-        results = _language_model(model, load_tokenizer(name), args, data_args)
+        rows = _language_rows(model, load_tokenizer(name), args, data_args)
+
+    settings = {"batch_size": args.batch_size, "progress": True, **rows.settings}
+    if args.fewest_layers is not None:
+        results = {"layer_sets": _layer_sets(name, model, rows, args, settings)}
+    else:
+        results = {}
+        results["exit_profile"] = exit_profile(model, rows.test, repeats=args.repeats, **settings)
+        if is_sorting:
+            fast = ConfidenceExit(model).calibrate(rows.validation, args.max_loss, **settings)
+            results["confidence_exit"] = fast.evaluate(rows.test, repeats=args.repeats, **settings)
     RunFolder(folder).write(results)
 
     print(f"{tables(results)}\n\nWritten to {folder}")
-    if "layer_sets" in results:
+    if args.heal is not None:
+        _close_healed(args.heal, results["layer_sets"])
+    elif args.fewest_layers is not None:
         _close_sets(name, results["layer_sets"])
     else:
         _close_exits(name, results["exit_profile"])
@@ -142,55 +171,106 @@ def _close_sets(name: str, profile: LayerSetProfile) -> None:
     print(next_step(command, "writes the shorter model"))
 
 
-def _classifier(
-    model: PreTrainedModel, rows: HeldOutRows, args: ExitArguments
-) -> dict[str, Result]:
-    settings = {"batch_size": args.batch_size, "progress": True, **rows.settings}
-    if args.fewest_layers is not None:
-        search_rows = rows.validation.select(range(min(SEARCH_ROWS, len(rows.validation))))
-        return _layer_sets(model, search_rows, rows.test, args, settings)
-    fast = ConfidenceExit(model).calibrate(rows.validation, args.max_loss, **settings)
-    return {
-        "exit_profile": exit_profile(model, rows.test, repeats=args.repeats, **settings),
-        "confidence_exit": fast.evaluate(rows.test, repeats=args.repeats, **settings),
-    }
+def _close_healed(folder: str, profile: LayerSetProfile) -> None:
+    everything, kept = profile.layers
+    print(profile.headline)
+    print(f"{len(kept)} of {len(everything)} layers, {spans(kept)}, are healed and in {folder}.")
+    print(next_step(f"show {folder}", "shows what its layers predict"))
 
 
 def _layer_sets(
-    model: PreTrainedModel, search_rows: Any, rows: Any, args: ExitArguments, settings: dict
-) -> dict[str, Result]:
+    name: str, model: PreTrainedModel, rows: HeldOutRows, args: ExitArguments, settings: dict
+) -> LayerSetProfile:
+    """The sets that the search finds; of a model that is healed the smallest one alone."""
+    search_rows = rows.validation
+    if not isinstance(search_rows, list):
+        search_rows = search_rows.select(range(min(SEARCH_ROWS, len(search_rows))))
     sets = find_layer_sets(model, search_rows, args.fewest_layers, **settings)
-    return {"layer_sets": layer_set_profile(model, rows, sets, args.max_rise, **settings)}
+    healed = []
+    if args.heal is not None:
+        sets = sets[-1:]
+        healed = [_healed(name, model, sets[0], rows, args)]
+    return layer_set_profile(model, rows.test, sets, args.max_rise, healed, **settings)
 
 
-def _language_model(
+def _healed(
+    name: str, model: PreTrainedModel, layers: list[int], rows: HeldOutRows, args: ExitArguments
+) -> PreTrainedModel:
+    """The model with these layers, trained to predict what all layers do; it is in the folder `args.heal`."""
+    training = TrainingArguments(
+        args.heal,
+        max_steps=args.heal_steps,
+        learning_rate=args.heal_learning_rate,
+        warmup_steps=math.ceil(0.05 * args.heal_steps),
+        per_device_train_batch_size=HEALING_BATCH,
+        remove_unused_columns=rows.settings.get("remove_unused_columns", True),
+        logging_steps=max(1, args.heal_steps // 10),
+        save_strategy="no",
+        report_to="none",
+    )
+    processing = rows.settings.get("processing_class")
+    if processing is None:
+        processing = _processing(name, model)
+
+    trainer = HealingTrainer(
+        model,
+        training,
+        layers=layers,
+        train_all=layers[-1] == len(layers),  # no layer follows those that are left out
+        train_dataset=rows.train,
+        data_collator=rows.settings.get("data_collator"),
+        processing_class=processing,
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer.model
+
+
+def _processing(name: str, model: PreTrainedModel) -> Any:
+    """What prepares the inputs, to be saved with a model."""
+    if type(model).__name__.endswith("ForImageClassification"):
+        return load_image_processor(name)
+    return load_tokenizer(name)
+
+
+def _language_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     args: ExitArguments,
     data_args: DataArguments,
-) -> dict[str, Result]:
+) -> HeldOutRows:
+    """The rows of a language model; where layers are left out, the first half chooses them."""
     if (args.text_file is None) == (args.instructions is None):
         raise ValueError(
             f"`text_file` is {args.text_file} and `instructions` {args.instructions}; a language model takes one of "
             "the two."
         )
-    if args.instructions:
-        pairs = read_answered(args.instructions, args.prompt_format, tokenizer)
-    else:
-        pairs = read_texts("text_file", args.text_file, data_args.text_column)
+
+    def read(argument: str, path: str, most: int | None) -> list[dict[str, Any]]:
+        if args.instructions is not None:
+            pairs = read_answered(path, args.prompt_format, tokenizer)
+        else:
+            pairs = read_texts(argument, path, data_args.text_column)
+        return labelled_rows(pairs[:most], tokenizer, limit)
 
     limit = tokens_to_read(model, data_args)
-    rows = labelled_rows(pairs[: data_args.max_eval_samples], tokenizer, limit)
-    settings = {
-        "data_collator": collator_of(tokenizer),
-        "batch_size": args.batch_size,
-        "progress": True,
-    }
+    held_out = args.text_file
+    if held_out is None:
+        held_out = args.instructions
+    rows = read("text_file", held_out, data_args.max_eval_samples)
+    settings = {"data_collator": collator_of(tokenizer)}
+    if args.fewest_layers is None:
+        return HeldOutRows([], rows, settings)
 
-    if args.fewest_layers is not None:
-        searched = min(SEARCH_ROWS, len(rows) // 2)
-        if not searched:
-            raise ValueError("There is a single row; give some to choose layers by, and others.")
-        return _layer_sets(model, rows[:searched], rows[searched:], args, settings)
+    searched = min(SEARCH_ROWS, len(rows) // 2)
+    if not searched:
+        raise ValueError("There is a single row; give some to choose layers by, and others.")
 
-    return {"exit_profile": exit_profile(model, rows, repeats=args.repeats, **settings)}
+    train = None
+    if args.heal is not None:
+        if data_args.train_file is None:
+            raise ValueError(
+                "`heal` needs rows to train on: give a file like that by `train_file`."
+            )
+        train = read("train_file", data_args.train_file, data_args.max_train_samples)
+    return HeldOutRows(rows[:searched], rows[searched:], settings, train)

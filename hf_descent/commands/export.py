@@ -14,6 +14,7 @@ from ..early_exit.layer_sets import layers_in, spans
 from ..hub.facts import OWN_MODELS
 from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
 from .closing import next_step
+from .held_out import empty_folder
 
 
 STANDALONE = """\
@@ -56,9 +57,7 @@ def run(args: argparse.Namespace) -> None:
     if is_onnx:
         for package in ("onnx", "onnxscript"):
             import_module(package)  # raises before a model is loaded
-    folder = Path(args.output_dir)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise ValueError(f"`output_dir` {args.output_dir!r} is not empty; name another.")
+    folder = empty_folder("output_dir", args.output_dir)
 
     model = load_model(args.model, images=True)
     is_adapter = hasattr(model, "merge_and_unload")

@@ -1,11 +1,11 @@
-"""The held-out rows that `exit` and `lens` read, of a classifier of texts or images or of a language model."""
+"""The rows that `exit` and `lens` read, of a classifier of texts or images or of a language model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.alpaca import completion_labels, read_instructions
@@ -34,11 +34,15 @@ Pair = Mapping[str, Any]  # a `prompt` and its `completion`, or `None`
 
 @dataclass
 class HeldOutRows:
-    """Rows of a classifier to choose by, others to report on, and the settings of an evaluation that reads them."""
+    """Rows to choose by, others to report on, and the settings of an evaluation that reads them.
 
-    validation: Dataset
-    test: Dataset
+    `train` are the rows of training, for a command that trains.
+    """
+
+    validation: Dataset | list
+    test: Dataset | list
     settings: dict[str, Any]
+    train: Dataset | list | None = None
 
 
 def load_whole_model(name: str) -> PreTrainedModel:
@@ -56,10 +60,14 @@ def is_classifier(model: PreTrainedModel) -> bool:
 
 
 def classifier_rows(
-    name: str, model: PreTrainedModel, data_args: DataArguments, image_column: str
+    name: str,
+    model: PreTrainedModel,
+    data_args: DataArguments,
+    image_column: str,
+    trains: bool = False,
 ) -> HeldOutRows:
-    """The validation and test rows of a classifier, as one half of the validation rows each without test rows."""
-
+    """The validation and test rows of a classifier, as one half of the validation rows each without test rows; those
+    of training where the command `trains`."""
     if type(model).__name__.endswith("ForImageClassification"):
         dataset = load_image_classification(data_args, image_column, data_args.label_column)
         dataset = align_classes(dataset, model.config.id2label)
@@ -67,7 +75,11 @@ def classifier_rows(
         settings = {"data_collator": collator, "remove_unused_columns": False}
     else:
         tokenizer = load_tokenizer(name)
-        dataset = _tokenized(load_text_classification(data_args), model, tokenizer, data_args)
+        dataset = load_text_classification(data_args)
+        if not trains:  # all that is left for the training rows to do is to name the columns
+            dataset["train"] = dataset["train"].select([0])
+        limit = most_tokens(tokenizer, model, data_args.max_seq_length)
+        dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
         settings = {"processing_class": tokenizer}
     _warn_of_training_rows(name, data_args)
 
@@ -78,19 +90,7 @@ def classifier_rows(
         halves = validation.train_test_split(0.5, seed=data_args.split_seed)
         validation = halves["train"]
         test = halves["test"]
-    return HeldOutRows(validation, test, settings)
-
-
-def _tokenized(
-    dataset: DatasetDict,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    data_args: DataArguments,
-) -> DatasetDict:
-    limit = most_tokens(tokenizer, model, data_args.max_seq_length)
-    # All that is left for the training rows to do is to name the columns.
-    dataset["train"] = dataset["train"].select([0])
-    return tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
+    return HeldOutRows(validation, test, settings, dataset["train"])
 
 
 def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
@@ -148,6 +148,14 @@ def tokens_to_read(model: PreTrainedModel, data_args: DataArguments) -> int:
     chosen = 512 if data_args.max_seq_length is None else data_args.max_seq_length
     positions = position_limit(model)
     return chosen if positions is None else min(chosen, positions)
+
+
+def empty_folder(argument: str, path: str) -> Path:
+    """The folder that an argument names for a model; ValueError where something is in it."""
+    folder = Path(path)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(f"`{argument}` {path!r} is not empty; name another.")
+    return folder
 
 
 def results_folder(name: str, output_dir: str | None) -> Path:

@@ -6,19 +6,21 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from tiny import bert, llama, spread, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     ViTConfig,
     ViTForImageClassification,
 )
 
 from hf_descent import cli
-from hf_descent.early_exit import find_layer_sets
-from hf_descent.early_exit.layer_sets import LayerSetProfile
+from hf_descent.early_exit import HealingTrainer, find_layer_sets, keep_layers
+from hf_descent.early_exit.layer_sets import LayerSetProfile, spans
 
 
 LAYERS = 4
@@ -187,3 +189,90 @@ def test_more_layers_than_there_are_cannot_stay(tmp_path):
     data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(4)])
     with pytest.raises(ValueError, match="the model has 1 to 2 layers"):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--fewest_layers", "3"])
+
+
+HEALING = ["--heal_steps", "30", "--heal_learning_rate", "0.003", "--fewest_layers", "2"]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows(
+    name, tmp_path, capsys
+):
+    make, files, auto_class = CLASSIFIERS[name]
+    model = spread(make()).eval()
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    flags, inputs = files(tmp_path, model)
+    healed = str(tmp_path / "healed")
+    cli.main(["exit", str(tmp_path / "model"), *flags, *HEALING, "--heal", healed])
+
+    printed = capsys.readouterr().out
+    profile = LayerSetProfile.from_json(str(tmp_path / "model" / "layer_sets.json"))
+    kept = profile.layers[1]
+    assert len(profile.layers) == 2 and len(kept) == 2 and profile.healed == [False, True]
+    assert str(profile) in printed and profile.headline in printed
+    assert f"2 of 4 layers, {spans(kept)}, are healed and in {healed}." in printed
+
+    short = auto_class.from_pretrained(healed).eval()
+    cut = keep_layers(model, kept).eval()
+    test = {key: value[COUNT:] for key, value in inputs.items()}
+    with torch.no_grad():
+        truth = model(**test).logits
+        losses = [F.cross_entropy(each(**test).logits, truth.argmax(-1)) for each in (short, cut)]
+    assert profile.losses[1] == pytest.approx(losses[0].item(), rel=1e-4)
+    assert losses[0] < losses[1]
+    if name == "bert":
+        assert AutoTokenizer.from_pretrained(healed)("w1 w2") == word_tokenizer()("w1 w2")
+
+    cli.main(["card", str(tmp_path / "model")])
+    assert str(profile) in (tmp_path / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["text_file", "instructions"])
+def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_path, monkeypatch):
+    model = spread(llama(num_layers=LAYERS)).eval()
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [
+        {"text": words_of(row), "instruction": words_of(row), "output": "w3 w4"}
+        for row in range(80)
+    ]
+    held_out = written(tmp_path / "held_out.jsonl", rows[:40])
+    train = written(tmp_path / "train.jsonl", rows[40:])
+    seen = {}
+    training = HealingTrainer.train
+
+    def record(trainer):
+        seen["rows"] = trainer.train_dataset
+        return training(trainer)
+
+    monkeypatch.setattr(HealingTrainer, "train", record)
+    flags = [f"--{form}", held_out, "--train_file", train, "--max_train_samples", "30", *HEALING]
+    cli.main(["exit", str(tmp_path / "model"), *flags, "--heal", str(tmp_path / "healed")])
+    assert len(seen["rows"]) == 30
+    words = word_tokenizer().decode(seen["rows"][0]["input_ids"])
+    assert words_of(40) in words and words.endswith("w3 w4") == (form == "instructions")
+
+    profile = LayerSetProfile.from_json(str(tmp_path / "model" / "layer_sets.json"))
+    short = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
+    assert short.config.num_hidden_layers == 2 and profile.healed == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--heal", "healed"], "`heal` is 'healed', .* give `fewest_layers`"),
+        (["--heal", ".", "--fewest_layers", "2"], "`heal` '.' is not empty; name another"),
+        (["--heal", "healed", *HEALING[:-1], "4"], "no layer is left out"),
+        (["--heal", "healed", "--fewest_layers", "2"], "give a file like that by `train_file`"),
+    ],
+)
+def test_what_cannot_be_healed_is_refused(words, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spread(llama(num_layers=LAYERS)).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(4)])
+    train = ["--train_file", data] if reason == "no layer is left out" else []
+    with pytest.raises(ValueError, match=reason):
+        cli.main(["exit", str(tmp_path / "model"), "--text_file", data, *train, *words])
+    assert not (tmp_path / "healed").exists()

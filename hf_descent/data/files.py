@@ -39,8 +39,13 @@ def cached_rows(
             raise ValueError(
                 f"the name of the column {name!r} holds a null character, as in a file that is not in UTF-8"
             )
-    system, address = fsspec.url_to_fs(path)
-    version = (system.ukey(address), __version__)
+    version = (file_version(path), __version__)
     return Dataset.from_generator(
         read_rows, features, gen_kwargs={"path": path, "version": version, **settings}
     )
+
+
+def file_version(path: str) -> str:
+    """A text that differs when the file has changed, even if its size and the time of its change are as before."""
+    system, address = fsspec.url_to_fs(path)
+    return system.ukey(address)

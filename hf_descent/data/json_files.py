@@ -27,6 +27,10 @@ class RoundedFloat(float):
     """A float that is a whole number only because the one in the file has too many digits, as 9007199254740993.0."""
 
 
+class RepeatedKeys(dict):
+    """An object that has several values of a key in the file; it keeps the last."""
+
+
 def load_json(path: str, columns: Sequence[str]) -> Dataset:
     """The rows of a json file (lines, a list of rows, or lists by column), of which `columns` will be used.
 
@@ -141,28 +145,30 @@ def _members(path: str, columns: Sequence[str]) -> list[Any]:
     if not isinstance(value, dict):
         raise ValueError("it holds neither rows nor columns")
 
-    used = [value[name] for name in columns if name in value]
-    if not used:
+    used = {name: value[name] for name in columns if name in value}
+    if columns and not used:
         raise ValueError(
             f"it is one object without {list(columns)}, but with {reprlib.repr(list(value))}; pandas writes a list of "
             'objects by `orient="records"`'
         )
-    if not any(isinstance(each, list | dict) for each in used):
-        return [value]
-    return _rows_of_columns(value)
+    if used and all(isinstance(column, list | dict) for column in used.values()):
+        return _rows_of_columns(used)
+    return [value]
 
 
-def _rows_of_columns(table: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows_of_columns(table: dict[str, list | dict]) -> list[dict[str, Any]]:
     """Rows of a table by column, as pandas writes it: lists, or objects with the number of the row as key."""
     columns = list(table.values())
     if all(isinstance(column, dict) for column in columns):
         keys = columns[0].keys()
         if any(column.keys() != keys for column in columns):
             raise ValueError("its columns have different keys")
+        if any(isinstance(column, RepeatedKeys) for column in columns):
+            raise ValueError("a column has two values of one key")
         columns = [[column[key] for key in keys] for column in columns]
 
-    if not all(isinstance(column, list) for column in columns):
-        raise ValueError("it holds neither rows nor columns")
+    if any(isinstance(column, dict) for column in columns):
+        raise ValueError("some of its columns are lists, and others objects")
     lengths = {len(column) for column in columns}
     if len(lengths) > 1:
         raise ValueError(f"its columns have different lengths, {sorted(lengths)}")
@@ -178,12 +184,13 @@ def _parse(text: str, columns: Sequence[str]) -> Any:
 def _object(columns: Sequence[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of json; ValueError where one of `columns` has two values, of which only the last would be kept."""
     value = dict(pairs)
-    if len(value) < len(pairs):
-        times = Counter(name for name, _ in pairs)
-        for name in columns:
-            if times[name] > 1:
-                raise ValueError(f"an object has two values of {name!r}")
-    return value
+    if len(value) == len(pairs):
+        return value
+    times = Counter(name for name, _ in pairs)
+    for name in columns:
+        if times[name] > 1:
+            raise ValueError(f"an object has two values of {name!r}")
+    return RepeatedKeys(value)
 
 
 def _number_with_point(text: str) -> float:

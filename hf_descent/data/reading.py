@@ -25,7 +25,7 @@ from datasets.exceptions import DatasetGenerationError
 from pyarrow import parquet
 
 from .csv_files import load_csv
-from .files import first_line_not_utf8
+from .files import file_version, first_line_not_utf8
 from .json_files import load_json
 
 
@@ -38,16 +38,15 @@ FILE_TYPES = {
     ".parquet": "parquet",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz")
+# Of a compressed file; those of `OSError` have no number.
+DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, OSError)
 UNREADABLE = (
     DatasetGenerationError,
     ValueError,
     OverflowError,
-    EOFError,  # of a compressed file that was cut
     RecursionError,  # of json with too many brackets in each other
     csv.Error,
-    gzip.BadGzipFile,
-    lzma.LZMAError,
-    zlib.error,
+    *DAMAGED,
 )
 REMEDIES = {
     "csv": "Give rows in UTF-8 under a first line that names the columns.",
@@ -63,6 +62,10 @@ def load_file(argument: str, path: str, columns: Sequence[str]) -> Dataset:
     of a compressed csv or json file has another one behind it, as in `.csv.gz`. ValueError where `path`, which
     `argument` gives, has another ending or cannot be read.
     """
+    if "::" in path:
+        raise ValueError(
+            f"`{argument}` is {path!r}, where '::' stands for a file within another; rename the file."
+        )
     if Path(path).is_dir():
         raise ValueError(f"`{argument}` is {path!r}, which is a folder; give a file.")
 
@@ -78,7 +81,7 @@ def load_file(argument: str, path: str, columns: Sequence[str]) -> Dataset:
         raise ValueError(
             f"`{argument}` is {path!r}, and there is no such file; give the path of a file."
         ) from error
-    except (*UNREADABLE, OSError) as error:
+    except UNREADABLE as error:
         if isinstance(error, OSError) and error.errno is not None:  # damaged data has no number
             raise ValueError(
                 f"`{argument}` is {path!r}, which cannot be opened ({error.strerror})."
@@ -111,6 +114,9 @@ def _reason(error: Exception, path: str, remedy: str) -> str:
             f"{', '.join(COMPRESSIONS)}."
         )
     reason = str(cause).removesuffix(".")
+    has_number = isinstance(cause, OSError) and cause.errno is not None
+    if isinstance(cause, DAMAGED) and not has_number:
+        return f"({reason}). The file was cut or damaged, or is of another kind than its name says: copy it again."
     return f"({reason}). {remedy}"
 
 
@@ -133,15 +139,21 @@ def load_parquet(path: str, columns: Sequence[str]) -> Dataset:
             raise ValueError(f"two of its columns have the name {field.name!r}")
         elif field.name in columns:
             raise ValueError(
-                f"its column {field.name!r} has the type {field.type}, which cannot be used"
+                f"its column {field.name!r} has the type {field.type}, which cannot be used; give one text, number or "
+                "boolean per row"
             )
 
     selection = {}
     if len(fields) < len(schema):
         features = Features.from_arrow_schema(pyarrow.schema(fields, schema.metadata))
         selection = {"columns": list(features), "features": features}
-    # Brackets and the like in a name would make it a pattern, which other files match.
-    return load_dataset("parquet", data_files=glob.escape(path), split="train", **selection)
+    return load_dataset(
+        "parquet",
+        name=f"version-{file_version(path)}",  # or rows of a former one come from the cache
+        data_files=glob.escape(path),  # or brackets in it would make it a pattern
+        split="train",
+        **selection,
+    )
 
 
 def _is_known(field: pyarrow.Field) -> bool:

@@ -319,6 +319,13 @@ def test_messages_name_the_column_and_the_row_of_the_file(tmp_path, train, test,
         )
 
 
+@pytest.mark.parametrize("label", [[1], {"a": 1}])
+def test_a_list_as_the_label_of_one_json_row_is_refused(tmp_path, label):
+    row = write(tmp_path / "row.jsonl", [label])
+    with pytest.raises(ValueError, match=r"\(row 1\), a (list|dict): give one class per row"):
+        load(write(tmp_path / "rows.csv", [0, 1]), row)
+
+
 def test_one_list_among_json_labels_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds \[1, 2\] \(row 3\), a list"):
         load(write(tmp_path / "rows.jsonl", [1, 2, [1, 2]]))

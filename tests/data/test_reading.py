@@ -6,6 +6,7 @@ import datetime
 import gzip
 import json
 import lzma
+import os
 
 import pyarrow
 import pytest
@@ -168,6 +169,20 @@ def test_a_changed_file_is_read_again(tmp_path):
             raw = content.format(word).encode()
             path.write_bytes(gzip.compress(raw) if suffix.endswith("gz") else raw)
             assert read(path)["text"][:] == [word]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_a_file_that_was_changed_at_the_same_time_is_read_again(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    for label in (1, 0):
+        if suffix == ".parquet":
+            parquet.write_table(pyarrow.table({"text": ["a"], "label": [label]}), path)
+        elif suffix == ".jsonl":
+            write_lines(path, [{"text": "a", "label": label}])
+        else:
+            write_csv(path, [["text", "label"], ["a", label]])
+        os.utime(path, (10**9, 10**9))
+        assert int(read(path)["label"][0]) == label
 
 
 def test_unused_columns_do_not_matter(tmp_path):
@@ -338,11 +353,11 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv.gz", gzip.compress(b"text,label\n\xe4,1\n", mtime=0), "line 2 is not in UTF-8"),
         ("rows.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', "line 2 .*Save the file as UTF-8"),
         ("rows.csv", "text,label\na,1\n".encode("utf-16"), "line 1 is not in UTF-8"),
-        ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file"),
+        ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file.*cut or damaged"),
         (
             "rows.csv.gz",
             gzip.compress(b"text,label\n" + b"a,1\n" * 99, mtime=0)[:30],
-            "ended before",
+            "ended before .*was cut or damaged.* copy it again",
         ),
         ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n{"text": "b"} x\n', "line 2"),
@@ -398,7 +413,15 @@ def test_long_texts_are_read(tmp_path):
             "one object without",
         ),
         ("rows.json", '{"text": ["a", "b"], "label": [0]}', "different lengths, .1, 2."),
-        ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream"),
+        ("rows.csv.xz", lzma.compress(b"text,label\n" + b"a,1\n" * 99)[:-9], "cut or damaged"),
+        ("rows.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 99)[:-9], "cut or damaged"),
+        (
+            "rows.json",
+            '{"text": {"0": "a", "1": "b", "1": "c"}, "label": {"0": 1, "1": 0}}',
+            "a column has two values of one key",
+        ),
+        ("rows.json", '{"text": {"0": "a"}, "label": [1]}', "columns are lists, and others obj"),
+        ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream.*cut or damaged"),
         ("rows.jsonl", '{"text": "a", "label": 0, "label": 1}', "two values of 'label'"),
         ("rows.json", '[{"text": "a", "text": "b"}]', "two values of 'text'"),
         ("rows.jsonl", '{"text": "a\\ud83d"}\n{"text": 1}', "row 1: `text` .* half a character"),
@@ -435,6 +458,40 @@ def test_a_missing_file_is_named(tmp_path, suffix):
     )
     with pytest.raises(ValueError, match=message):
         read(tmp_path / f"rows{suffix}")
+
+
+@pytest.mark.parametrize(
+    "unused",
+    [
+        {"version": 1},
+        {"meta": {"n": 1}},
+        {"classes": ["n", "p", "q"]},
+        {"note": None, "text": ["a", "b"]},
+    ],
+)
+@pytest.mark.parametrize("by_key", [False, True])
+def test_unused_keys_of_a_table_by_column_do_not_matter(tmp_path, unused, by_key):
+    table = {"text": ["a", "b"], "label": [0, 1]}
+    if by_key:
+        table = {name: dict(enumerate(column)) for name, column in table.items()}
+    (tmp_path / "rows.json").write_text(json.dumps({**unused, **table}))
+    expected = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
+    assert read(tmp_path / "rows.json").to_list() == expected
+    assert "text" in read(tmp_path / "rows.json", ()).column_names
+
+
+@pytest.mark.parametrize("label", [[1], [], {"a": 1}, {}])
+def test_one_json_row_with_a_nested_value_is_a_row(tmp_path, label):
+    row = {"text": "a", "label": label}
+    assert read(write_lines(tmp_path / "rows.jsonl", [row])).to_list() == [row]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_a_name_that_means_a_file_within_another_is_refused(tmp_path, suffix):
+    path = tmp_path / f"x::y{suffix}"
+    write_lines(path, [{"text": "a"}])
+    with pytest.raises(ValueError, match="'::' stands for a file within another; rename the file"):
+        read(path)
 
 
 @pytest.mark.parametrize("name", ["rows", "rows.csv", "rows.jsonl", "rows.parquet"])
@@ -476,5 +533,5 @@ def test_parquet_columns_of_one_name_matter_only_where_they_are_used(tmp_path):
 def test_a_column_of_pairs_of_keys_and_values_is_no_label(tmp_path):
     labels = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     parquet.write_table(pyarrow.table({"text": ["a"], "label": labels}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"its column 'label' has the type map<.*cannot be used"):
+    with pytest.raises(ValueError, match=r"has the type map<.*; give one text, number or b"):
         read(tmp_path / "rows.parquet")

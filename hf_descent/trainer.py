@@ -37,7 +37,14 @@ from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results, results_of_weights
 from .training.compared_runs import earlier_last_layer, plain_loss_of, plain_loss_on
 from .training.plain_arm import train_both
-from .training.records import Evaluation, RunRecord, StepTotals, counted_step, name_of_set
+from .training.records import (
+    Evaluation,
+    RunRecord,
+    StepTotals,
+    counted_step,
+    name_of_set,
+    set_of_metric,
+)
 from .training.run import DescentRun
 from .training.search import default_objective, space_for
 
@@ -186,8 +193,7 @@ class DescentMixin:
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         # A part of the sum over the whole step, of which DDP would take the mean over processes.
         loss = losses.objective * self.args.world_size
-        is_scaled = self._run.step.items is not None  # else each micro-batch is a mean
-        loss = scaled_for_accumulation(self, loss, is_scaled, num_items_in_batch)
+        loss = scaled_for_accumulation(self, loss, num_items_in_batch)
         return (loss, losses.outputs) if return_outputs else loss
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
@@ -195,7 +201,7 @@ class DescentMixin:
         if not self._is_labelled(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         sample_key = None  # all tokens
-        # An evaluation that `eval_strategy` asks for reads a sample of the tokens, drawn by this key.
+        # An evaluation during training reads a sample of the tokens, drawn by this key.
         if self._run.evaluation.in_training_loop:
             sample_key = (self.args.process_index, self._run.totals.batches)
         layers = self._run.known_objective().layers
@@ -226,7 +232,7 @@ class DescentMixin:
             share = self._run.step.share(self._run.task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         loss = torch.where(share > 0, loss, 0.0) * share
-        loss = scaled_for_accumulation(self, loss, True, num_items_in_batch)
+        loss = scaled_for_accumulation(self, loss, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
@@ -325,12 +331,22 @@ class DescentMixin:
             return super().predict(test_dataset, *args, **kwargs)
 
     def _evaluation_of(self, dataset, plain_loss: float | None = None) -> Evaluation:
-        # Of several evaluation sets each is evaluated by a call inside that of all.
-        in_training_loop = self._run.evaluation.in_training_loop
-        if self.is_in_train and self.control.should_evaluate:
-            in_training_loop = True
+        rows = self.eval_dataset if dataset is None else dataset
         name = name_of_set(self.eval_dataset, dataset)
-        return Evaluation(name, self._overlaps_training(dataset), in_training_loop, plain_loss)
+
+        keeps_verdict = True
+        if self._run.evaluation.is_of_several:
+            chosen = set_of_metric(self.eval_dataset, self.args.metric_for_best_model)
+            keeps_verdict = chosen is None or name in (None, chosen)
+
+        return Evaluation(
+            set_name=name,
+            overlaps_training=self._overlaps_training(dataset),
+            in_training_loop=self.is_in_train,
+            plain_loss=plain_loss,
+            is_of_several=isinstance(rows, dict),
+            keeps_verdict=keeps_verdict,
+        )
 
     def _overlaps_training(self, dataset) -> bool:
         """Whether an evaluation is known to be on rows that trained the model, or chose its checkpoint or settings."""
@@ -391,7 +407,7 @@ class DescentMixin:
 
         if certificate is None:
             return
-        certificate = run.keep_certificate(certificate, self.state)
+        certificate = run.keep_certificate(certificate, self.state.global_step)
         if self.is_world_process_zero() and not self.is_in_train:
             data = "evaluation" if prefix == "eval" else prefix
             logger.info(f"Verdict on the {data} data:\n{certificate}")
@@ -403,7 +419,7 @@ class DescentMixin:
         )
 
     def _last_certificate(self):
-        return self._run.record.certificate
+        return self._run.certificate
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         is_labelled = self._is_labelled(inputs)
@@ -511,7 +527,7 @@ class DescentMixin:
             overlaps_training = self._overlaps_training(rows)
             plain_loss = plain_loss_of(self, profile, rows, self._run.has_started, self._readout)
             evaluation.add_facts(profile, self._run.judge, overlaps_training, plain_loss)
-        self._run.record.keep_profile(profile)
+        self._run.record.keep_profile(profile, self.state.global_step)
         return profile
 
     def _held_out(self, dataset):
@@ -598,8 +614,8 @@ class DescentMixin:
         dual = self._run.dual
         if dual is not None:
             checkpoints.check_agreement(self.accelerator, dual.multipliers.values)
-            self._run.save(output_dir, write=self.args.should_save)
             self.state.stateful_callbacks[checkpoints.READABLE_STATE] = dual.summary()
+        self._run.save(output_dir, self.state.global_step, write=self.args.should_save)
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -615,7 +631,7 @@ class DescentMixin:
         checkpoints.on_first_process(self.args, check, best)
         with checkpoints.own_names(self, best):
             super()._load_best_model()
-        self._run.go_back_to(best, self.state.best_global_step)
+        self._run.go_back_to(best)
 
     def _run_summary(self) -> dict[str, Any]:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""

@@ -56,10 +56,8 @@ def results_of_weights(trainer: Trainer, record: RunRecord) -> dict[str, Result]
     results = dict(record.results)
     if trainer.args.load_best_model_at_end:
         return results  # with the best model's verdict in place of the last
-    step = trainer.state.global_step
-    earlier = [verdict for of_step, verdict in record.certificates.items() if of_step != step]
-    if any(results.get("verdict") is verdict for verdict in earlier):
-        del results["verdict"]
+    if record.judged_step != trainer.state.global_step:
+        results.pop("verdict", None)
     return results
 
 

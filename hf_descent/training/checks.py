@@ -14,7 +14,7 @@ from ..constraints.state import DualState
 from ..logs import get_logger
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
-from .records import evaluation_sets
+from .records import evaluation_sets, set_of_metric
 
 
 logger = get_logger(__name__)
@@ -214,9 +214,10 @@ def check_best_metric(trainer: Trainer) -> None:
         return
     if not args.metric_for_best_model:
         return
-    chosen_by = args.metric_for_best_model.removeprefix("eval_")
-    if chosen_by.startswith(tuple(f"{name}_" for name in sets)):
+    if set_of_metric(sets, args.metric_for_best_model) is not None:
         return
+
+    chosen_by = args.metric_for_best_model.removeprefix("eval_")
     raise ValueError(
         f"`metric_for_best_model` is {args.metric_for_best_model!r} (`load_best_model_at_end` takes 'loss' by "
         f"default), but each of the evaluation sets {', '.join(sets)} has metrics of its own: name one, such as "

@@ -1,14 +1,18 @@
 """What a run counts in an optimizer step and in an evaluation, and what is recorded of it."""
 
+import os
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..evaluation import Certificate, LayerProfile
 from ..evaluation.row_sums import RowSums
@@ -16,6 +20,9 @@ from ..evaluation.scoring import Result
 from ..losses.chance import ChanceLoss
 from ..losses.layerwise import BatchLosses, MicroBatchLosses
 from ..losses.task import TaskLoss
+
+
+VERDICT_NAME = "descent_verdict.json"  # in a checkpoint, of its model
 
 
 def evaluation_sets(eval_dataset) -> dict[str, Any]:
@@ -36,6 +43,15 @@ def name_of_set(eval_dataset, dataset) -> str | None:
         if rows is dataset:
             return name
     return None
+
+
+def set_of_metric(eval_dataset, metric: str | None) -> str | None:
+    """The name of the set of a trainer's several evaluation sets that a metric is of; `None` where it is of none."""
+    if metric is None or not isinstance(eval_dataset, dict):
+        return None
+    metric = metric.removeprefix("eval_")
+    names = [name for name in eval_dataset if metric.startswith(f"{name}_")]
+    return max(names, key=len, default=None)
 
 
 def reduced(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,6 +140,10 @@ class Evaluation:
     overlaps_training: bool = False
     in_training_loop: bool = False  # whether `eval_strategy` asks for it
     plain_loss: float | None = None  # f_L of plain training on the same rows, where it is known
+    is_of_several: bool = (
+        False  # whether it is on several sets, each of which is evaluated inside it
+    )
+    keeps_verdict: bool = True  # not of a set beside the one that chooses the best model
 
 
 @dataclass
@@ -134,33 +154,39 @@ class RunRecord:
     # Time of day at which training started, in seconds; `None` where the trainer only evaluates.
     started: float | None = None
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
-    certificate: Certificate | None = None  # of the last `evaluate`
-    # Of the last step and of the best one so far.
-    certificates: dict[int, Certificate] = field(default_factory=dict)
+    certificate: Certificate | None = None  # the verdict on the model
+    judged_step: int | None = None  # the optimizer step after which that was measured
     # f_L of plain training beside this, by the names of evaluation sets; `None` where there is none.
     plain_losses: dict[str, float | None] = field(default_factory=dict)
     # What was measured last, beside `certificate`, by the names of the files.
     measured: dict[str, Result] = field(default_factory=dict)
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
-    def keep_certificate(self, certificate: Certificate, step: int, best_step: int | None) -> None:
-        """Keep the `certificate` of an evaluation at `step`, and of the earlier ones the best model's alone."""
-        kept = {
-            earlier: value for earlier, value in self.certificates.items() if earlier == best_step
-        }
-        kept[step] = certificate
-        self.certificates = kept
+    def keep_certificate(self, certificate: Certificate, step: int) -> None:
+        """Keep the `certificate` of the model after `step`."""
         self.certificate = certificate
+        self.judged_step = step
 
-    def take_certificate_of(self, step: int) -> None:
-        """Go back to the certificate of an evaluation at `step`, where one was kept."""
-        self.certificate = self.certificates.get(step)
-
-    def keep_profile(self, profile: LayerProfile) -> None:
-        """Keep a layer profile, and its certificate where the problem is known."""
+    def keep_profile(self, profile: LayerProfile, step: int) -> None:
+        """Keep a layer profile of the model after `step`, and its certificate where the problem is known."""
         self.measured["layer_profile"] = profile
         if profile.problem is not None:
-            self.certificate = profile.certificate()
+            self.keep_certificate(profile.certificate(), step)
+
+    def save(self, folder: str, step: int) -> None:
+        """Save the verdict on the model of a checkpoint, where its evaluation came before."""
+        path = Path(folder, VERDICT_NAME)
+        path.unlink(missing_ok=True)
+        if self.certificate is not None and self.judged_step == step:
+            self.certificate.to_json(str(path))
+
+    def load(self, folder: str) -> None:
+        """Take over the verdict on the model of a checkpoint; none where none was saved."""
+        self.certificate = None
+        path = Path(folder, VERDICT_NAME)
+        if path.is_file():
+            state = TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
+            self.keep_certificate(Certificate.from_json(str(path)), state.global_step)
 
     @property
     def results(self) -> dict[str, Result]:

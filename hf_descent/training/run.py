@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerState
+from transformers import Trainer
 
 from ..constraints.state import STATE_NAME, DualState
 from ..evaluation import Certificate, LayerProfile
@@ -38,6 +38,7 @@ class DescentRun:
         beside ([`LayersBeside`], *optional*): the layers of plain training, which evaluations read.
         evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
+        certificate ([`Certificate`], *optional*): that of the last evaluation, on whatever set.
     """
 
     def __init__(self, record: RunRecord | None = None):
@@ -47,6 +48,7 @@ class DescentRun:
         self.references = LastLayerReferences()
         if record.resumed_from is not None:
             self.references = LastLayerReferences.load(record.resumed_from)
+            self.record.load(record.resumed_from)
         self.task: TaskLoss | None = None
         self.objective: LayerObjective | None = None
         self.noise: EmbeddingNoise | None = None
@@ -55,6 +57,7 @@ class DescentRun:
 
         self.evaluation = Evaluation()
         self.totals = EvaluationTotals()
+        self.certificate: Certificate | None = None
         self._step = StepTotals()
 
     @property
@@ -208,12 +211,14 @@ class DescentRun:
         """Go back to what the present evaluation had read before a batch."""
         self.totals = totals
 
-    def keep_certificate(self, certificate: Certificate, state: TrainerState) -> Certificate:
+    def keep_certificate(self, certificate: Certificate, step: int) -> Certificate:
         """Keep the certificate of the present evaluation, beside plain training where that was evaluated on the same
-        rows; returns what is kept."""
+        rows; returns it."""
         if self.evaluation.plain_loss is not None:
             certificate = certificate.with_plain(self.evaluation.plain_loss)
-        self.record.keep_certificate(certificate, state.global_step, state.best_global_step)
+        self.certificate = certificate
+        if self.evaluation.keeps_verdict:
+            self.record.keep_certificate(certificate, step)
         return certificate
 
     def begin_search(self) -> None:
@@ -222,15 +227,18 @@ class DescentRun:
 
     # ---- checkpoints, and the end of training ----
 
-    def save(self, folder: str, write: bool) -> None:
-        """Save the dual side and the references into a checkpoint folder, on the process that is to `write`."""
-        self.dual.save(folder, write=write)
+    def save(self, folder: str, step: int, write: bool) -> None:
+        """Save into a checkpoint folder, on the process that is to `write`: the dual side, the references, and the
+        verdict on the model after `step`."""
+        if self.dual is not None:
+            self.dual.save(folder, write=write)
         if write:
             self.references.save(folder)
+            self.record.save(folder, step)
 
-    def go_back_to(self, checkpoint: str, step: int) -> None:
+    def go_back_to(self, checkpoint: str) -> None:
         """Take over the dual side and the verdict of the best checkpoint, whose model was loaded."""
-        self.record.take_certificate_of(step)
+        self.record.load(checkpoint)
         if self.dual is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME)):
             self.dual.load(checkpoint)
 

@@ -1,9 +1,11 @@
 """Which checkpoint is kept: the rule's definition on small cases, and in a real run."""
 
 import pytest
-from tiny import bert, classification_data, config, trained
+from tiny import bert, classification_data, config, language_data, llama, spread, trained
 
 from hf_descent import DescentTrainer
+from hf_descent.evaluation import Certificate
+from hf_descent.training.records import VERDICT_NAME
 
 
 def test_the_least_violation_is_chosen(tmp_path):
@@ -98,3 +100,85 @@ def test_a_choice_is_judged_by_what_a_trial_makes_of_the_settings(tmp_path):
         n_trials=1,
     )
     assert best.objective == trainer.state.best_metric
+
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+
+
+def spoiled(folder, **settings):
+    """A trainer whose best model is that of an early step: at such a rate training only spoils the model."""
+    args = config(folder, max_steps=6, learning_rate=0.5, **STEPS, **settings)
+    held_out = classification_data(40, seed=5)
+    return DescentTrainer(bert(num_layers=2), args, train_dataset=DATA, eval_dataset=held_out)
+
+
+def loss_of_step(trainer, name, step):
+    logs = [log for log in trainer.state.log_history if name in log]
+    return next(log[name] for log in logs if log["step"] == step)
+
+
+@pytest.mark.parametrize("objective", ["descent", "erm"])
+def test_a_run_resumed_after_its_best_step_ends_with_the_verdict_of_that_step(tmp_path, objective):
+    settings = {"load_best_model_at_end": True, "objective": objective, "descent_alpha": "line"}
+    spoiled(tmp_path, **settings).train()
+    trainer = spoiled(tmp_path, **settings)
+    trainer.train(str(tmp_path / "checkpoint-4"))
+    best = trainer.state.best_global_step
+    assert best == 2
+
+    trainer.create_model_card()
+    verdict = Certificate.from_json(str(tmp_path / "verdict.json"))
+    assert verdict.losses[-1] == pytest.approx(loss_of_step(trainer, "eval_loss", best), rel=1e-6)
+
+
+def test_a_run_resumed_at_its_end_has_the_verdict_of_its_last_evaluation(tmp_path):
+    spoiled(tmp_path).train()
+    trainer = spoiled(tmp_path)
+    trainer.train(str(tmp_path / "checkpoint-6"))
+    trainer.create_model_card()
+    verdict = Certificate.from_json(str(tmp_path / "verdict.json"))
+    assert verdict.losses[-1] == pytest.approx(loss_of_step(trainer, "eval_loss", 6), rel=1e-6)
+
+
+def test_a_checkpoint_that_was_not_evaluated_has_no_verdict_of_an_earlier_step(tmp_path):
+    args = config(
+        tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=1
+    )  # fmt: skip
+    trained(bert(num_layers=2), args, train_dataset=DATA, eval_dataset=DATA)
+    found = [(tmp_path / f"checkpoint-{step}" / VERDICT_NAME).exists() for step in range(1, 5)]
+    assert found == [False, True, False, True]
+
+
+@pytest.mark.parametrize("chosen", ["a", "a_b", "b"])
+def test_the_verdict_is_on_the_evaluation_set_that_chooses_the_model(tmp_path, chosen):
+    sets = {name: classification_data(40, seed=seed) for seed, name in enumerate(("a", "a_b", "b"))}
+    args = config(
+        tmp_path, max_steps=4, load_best_model_at_end=True, metric_for_best_model=f"{chosen}_loss",
+        **STEPS,
+    )  # fmt: skip
+    trainer = trained(bert(num_layers=2), args, train_dataset=DATA, eval_dataset=sets)
+
+    def data_of_verdict():
+        trainer.create_model_card()
+        return Certificate.from_json(str(tmp_path / "verdict.json")).data_name
+
+    assert data_of_verdict() == f"eval_{chosen}"
+    trainer.evaluate()
+    assert data_of_verdict() == f"eval_{chosen}"
+    for name in sets:  # asked for by itself
+        trainer.evaluate(sets[name], metric_key_prefix=name)
+        assert data_of_verdict() == name
+
+
+def test_an_evaluation_before_the_first_step_reads_the_tokens_of_later_ones(tmp_path):
+    args = config(
+        tmp_path, max_steps=1, learning_rate=0.0, eval_on_start=True, eval_strategy="steps",
+        eval_steps=1, readout_token_fraction=0.25,
+    )  # fmt: skip
+    rows = language_data(24)
+    trainer = trained(spread(llama()), args, train_dataset=rows, eval_dataset=rows)
+    logs = [log for log in trainer.state.log_history if "eval_layer_loss_1" in log]
+    assert [log["step"] for log in logs] == [0, 1]
+    for name in ("eval_layer_loss_1", "eval_layer_loss_2"):
+        assert logs[0][name] == logs[1][name]
+    assert logs[1]["eval_layer_loss_1"] != trainer.evaluate()["eval_layer_loss_1"]

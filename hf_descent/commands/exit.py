@@ -92,7 +92,9 @@ class ExitArguments:
     def __post_init__(self):
         counts = ("batch_size", "repeats", "fewest_layers", "heal_steps")
         shares = ("max_loss", "max_rise", "heal_learning_rate")
-        check_arguments(self, {**dict.fromkeys(counts, 1), **dict.fromkeys(shares, 0)})
+        limits = dict.fromkeys(counts, 1)
+        limits.update(dict.fromkeys(shares, 0))
+        check_arguments(self, limits)
         if self.heal is not None:
             if self.fewest_layers is None:
                 raise ValueError(

@@ -137,11 +137,9 @@ class HealingTrainer(Trainer):
         The verdict says, with 95 % confidence, whether it is above that by at most `max_rise`, a share. `settings` are
         those of [`~early_exit.layer_set_profile`], such as `batch_size`. Each process reads all rows.
         """
-        shared = {
-            "data_collator": self.data_collator,
-            "label_names": self.label_names,
-            "batch_size": self.args.per_device_eval_batch_size,
-        }
+        settings.setdefault("data_collator", self.data_collator)
+        settings.setdefault("label_names", self.label_names)
+        settings.setdefault("batch_size", self.args.per_device_eval_batch_size)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("There is no `eval_dataset`; give rows that were not trained on.")
@@ -151,7 +149,7 @@ class HealingTrainer(Trainer):
             [self.layers],
             max_rise,
             [self.model],
-            **{**shared, **settings},
+            **settings,
         )
 
     def read_whole(self, inputs: Mapping[str, Any], by_head: bool) -> "WholeReading":
@@ -194,11 +192,11 @@ class HealingTrainer(Trainer):
         if not by_head:
             return call(**inputs)
         labels = {*self.label_names, "labels", "shift_labels"}
-        given = with_decoder_inputs(unwrapped, inputs)
-        given = {name: value for name, value in given.items() if name not in labels}
-        with head_input(unwrapped) as found:
-            call(**given)
-        return found
+        unlabelled = with_decoder_inputs(unwrapped, inputs)
+        unlabelled = {name: value for name, value in unlabelled.items() if name not in labels}
+        with head_input(unwrapped) as head_inputs:
+            call(**unlabelled)
+        return head_inputs
 
     def _item_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:
         """The divergence of each item by the outputs of both models, and the number of items."""
@@ -223,8 +221,8 @@ class HealingTrainer(Trainer):
         if tokens.samples is not None:
             rows = rows[tokens.samples[0]]
 
-        def read(model: nn.Module, found: Mapping[str, torch.Tensor]) -> HeadInput:
-            hidden = found["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]
+        def read(model: nn.Module, head_inputs: Mapping[str, torch.Tensor]) -> HeadInput:
+            hidden = head_inputs["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]
             return HeadInput(hidden, embeddings(model, "output"))
 
         with self.accelerator.autocast():
@@ -237,12 +235,10 @@ class HealingTrainer(Trainer):
 class WholeReading(NamedTuple):
     """What the whole model gives of a batch."""
 
-    outputs: Mapping[
-        str, Any
-    ]  # its own; or, as "hidden", what its head reads, [batch, seq, hidden]
-    last_shared: (
-        Any  # what the last layer before the gap returned, whole; `None` where there is none
-    )
+    # Its own; or, as "hidden", what its head reads, [batch, seq, hidden].
+    outputs: Mapping[str, Any]
+    # What the last layer before the gap returned, whole; `None` where there is none.
+    last_shared: Any
 
 
 def shared_layers(layers: Sequence[int], num_layers: int, train_all: bool) -> int:
@@ -267,27 +263,27 @@ def shared_layers(layers: Sequence[int], num_layers: int, train_all: bool) -> in
 @contextmanager
 def last_output(layers: Sequence[nn.Module]) -> Iterator[dict]:
     """What the last of the `layers` returns inside, under "output"; nothing where there are none."""
-    found = {}
+    returned = {}
 
     def record(layer, call, *args, **kwargs):
-        found["output"] = call(*args, **kwargs)
-        return found["output"]
+        returned["output"] = call(*args, **kwargs)
+        return returned["output"]
 
     with intercepted(layers[-1:], record):
-        yield found
+        yield returned
 
 
 @contextmanager
 def head_input(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """What the head of a language model is given inside, `[batch, seq, hidden]`, as "hidden"; it makes no logits."""
-    found = {}
+    head_inputs = {}
 
     def record(head, call, hidden):
-        found["hidden"] = hidden
+        head_inputs["hidden"] = hidden
         return hidden.new_empty((*hidden.shape[:-2], 0, head.out_features))
 
     with intercepted([embeddings(model, "output")], record):
-        yield found
+        yield head_inputs
 
 
 def _check_arguments(trainer: Trainer) -> None:

@@ -8,10 +8,11 @@ Leaving out blocks in the middle: Gromov et al. (2024), "The Unreasonable Ineffe
 2403.17887; Men et al. (2024), "ShortGPT", arXiv 2403.03853.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ class LayerSetProfile(Result):
         if max_rise is None:
             max_rise = self.max_rise
         limit = 1 + max_rise
-        at_chance = np.inf
+        at_chance = np.inf  # losses from here on are no better than a constant prediction
         if self.chance:
             at_chance = AT_CHANCE * self.chance
 
@@ -168,17 +169,18 @@ def spans(layers: Sequence[int]) -> str:
 
 def layers_in(text: str) -> list[int]:
     """The layers that a text such as "1-12,19-30" names; ValueError where it names none."""
-    found = []
+    layers = []
     try:
         for part in text.split(","):
             first, dash, last = part.partition("-")
-            last = last if dash else first
-            found.extend(range(int(first), int(last) + 1))
+            if not dash:
+                last = first
+            layers.extend(range(int(first), int(last) + 1))
     except ValueError:
-        found = []
-    if not found:
+        layers = []
+    if not layers:
         raise ValueError(f"`layers` is {text!r}; name layers as in '1-12,19-30'.")
-    return found
+    return layers
 
 
 def find_layer_sets(
@@ -240,70 +242,103 @@ def layer_set_profile(
             measured in its place; `None` for a set that was not.
     """
     evaluation = Evaluation(model, dataset, **settings)
-
-    everything = None
-    labels = None
-    rows = RowSums()
-    total = 0.0
-    agreed = 0.0
+    totals = None
     with ExitStack() as in_evaluation:
-        for evaluated in (model, *healed):
-            if evaluated is not None:
-                in_evaluation.enter_context(evaluating(evaluated))
+        for measured_model in (model, *healed):
+            if measured_model is not None:
+                in_evaluation.enter_context(evaluating(measured_model))
         for _, batch in evaluation.batches("Sets of layers"):
-            if everything is None:
-                found = find_layer_losses(model, batch, evaluation.task, needs_logits=True)
-                stack = found.readout.stack
-                row_losses = RowLosses(evaluation.task, found.chance_loss)
-                everything = list(range(1, stack.num_layers + 1))
-                others = [check_layers(kept, stack) for kept in layers]
-                asked = zip_longest(others, healed)
-                pairs = [(kept, other) for kept, other in asked if kept != everything]
-                pairs.insert(0, (everything, None))
+            if totals is None:
+                totals = _SetTotals(model, evaluation, batch, layers, healed)
+            totals.add(batch)
+    return totals.profile(max_rise)
 
-            if found.chance_loss is not None:
-                labels = found.chance_loss.of_batch(evaluation.task, batch).plus(labels)
 
-            sums = []
-            splits = []
-            choices = []
-            for kept, other in pairs:
-                if other is None:
-                    with skipping(stack, kept):
-                        outputs = model(**batch)
-                else:
-                    outputs = other(**batch)
-                sums.append(evaluation.score(outputs, batch))
-                splits.append(row_losses.split(outputs, batch))
-                choices.append(_chosen_classes(evaluation.task, outputs, batch))
+class _SetTotals:
+    """What the sets of layers have lost on the batches so far; the first set is all layers."""
 
-            agreed = agreed + _agreement(choices)
-            sums = torch.stack(sums)  # [sets, 4]
-            items = evaluation.task.count(batch)
-            means = (sums[:, 2] / sums[:, 3].clamp(min=1)).float()  # [sets]
-            rows = rows.plus(*row_losses.joined(splits, means.to(items.device), items))
-            total = total + sums.numpy()
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluation: Evaluation,
+        batch: Mapping[str, Any],
+        layers: Sequence[Sequence[int]],
+        healed: Sequence[nn.Module | None],
+    ):
+        layer_losses = find_layer_losses(model, batch, evaluation.task, needs_logits=True)
+        self._model = model
+        self._evaluation = evaluation
+        self._stack = layer_losses.readout.stack
+        self._chance_loss = layer_losses.chance_loss
+        self._row_losses = RowLosses(evaluation.task, self._chance_loss)
 
-    row_sums = rows.gathered(over_processes=False).sums  # [rows, sets + 1]
-    ratios, ratios_of_rows = values_of_rows(lambda losses: losses / losses[0], row_sums)
-    lower, upper = confidence_limits(ratios_of_rows)
+        everything = list(range(1, self._stack.num_layers + 1))
+        self._sets = [everything]
+        self._healed = [None]
+        for kept, healed_model in zip_longest(layers, healed):
+            kept = check_layers(kept, self._stack)
+            if kept != everything:
+                self._sets.append(kept)
+                self._healed.append(healed_model)
 
-    metric = name_of(evaluation.metric)
-    is_known = bool(np.isfinite(agreed).all())  # of numbers it is not
-    return LayerSetProfile(
-        layers=[kept for kept, _ in pairs],
-        metric=metric,
-        losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
-        values=metric_value(metric, evaluation.scale, total),
-        ratios=ratios,
-        lower=lower,
-        upper=upper,
-        items=round(total[0, 3]),
-        max_rise=max_rise,
-        chance=chance_of(labels, of_all=False),
-        healed=[other is not None for _, other in pairs],
-        agreement=agreed / agreed[0] if is_known else None,
-    )
+        self._rows = RowSums()
+        self._sums = 0.0  # [sets, 4]
+        self._agreed = 0.0  # [sets]
+        self._labels = None
+
+    def add(self, batch: Mapping[str, Any]) -> None:
+        task = self._evaluation.task
+        if self._chance_loss is not None:
+            self._labels = self._chance_loss.of_batch(task, batch).plus(self._labels)
+
+        sums = []
+        splits = []
+        choices = []
+        for kept, healed_model in zip(self._sets, self._healed):
+            outputs = self._outputs(kept, healed_model, batch)
+            sums.append(self._evaluation.score(outputs, batch))
+            splits.append(self._row_losses.split(outputs, batch))
+            choices.append(_chosen_classes(task, outputs, batch))
+
+        sums = torch.stack(sums)  # [sets, 4]
+        means = (sums[:, 2] / sums[:, 3].clamp(min=1)).float()  # [sets]
+        items = task.count(batch)
+        self._rows = self._rows.plus(
+            *self._row_losses.joined(splits, means.to(items.device), items)
+        )
+        self._sums = self._sums + sums.numpy()
+        self._agreed = self._agreed + _agreement(choices)
+
+    def _outputs(self, kept: list[int], healed_model: nn.Module | None, batch) -> Any:
+        if healed_model is not None:
+            return healed_model(**batch)
+        with skipping(self._stack, kept):
+            return self._model(**batch)
+
+    def profile(self, max_rise: float) -> LayerSetProfile:
+        row_sums = self._rows.gathered(over_processes=False).sums  # [rows, sets + 1]
+        ratios, ratios_of_rows = values_of_rows(lambda losses: losses / losses[0], row_sums)
+        lower, upper = confidence_limits(ratios_of_rows)
+
+        agreement = None
+        if np.isfinite(self._agreed).all():  # of numbers it is not
+            agreement = self._agreed / self._agreed[0]
+
+        metric = name_of(self._evaluation.metric)
+        return LayerSetProfile(
+            layers=self._sets,
+            metric=metric,
+            losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
+            values=metric_value(metric, self._evaluation.scale, self._sums),
+            ratios=ratios,
+            lower=lower,
+            upper=upper,
+            items=round(self._sums[0, 3]),
+            max_rise=max_rise,
+            chance=chance_of(self._labels, of_all=False),
+            healed=[healed_model is not None for healed_model in self._healed],
+            agreement=agreement,
+        )
 
 
 def _chosen_classes(task: TaskLoss, outputs, batch) -> torch.Tensor | None:

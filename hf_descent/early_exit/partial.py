@@ -12,7 +12,7 @@ from ..readout.tape import clone
 class PartialForward:
     """Runs layers `first`..`last` of `model`; embeddings, masks, norm and head are the model's own, run in each call.
 
-    `output` is what layer `last` returned, whole, in the last call; to be `given` to a later one.
+    `output` is what layer `last` returned, whole, in the last call; the `state` of a later one.
     """
 
     def __init__(self, model, stack: LayerStack):
@@ -32,11 +32,11 @@ class PartialForward:
         with intercepted(self.stack.layers, self._run_layer):
             yield
 
-    def __call__(self, first: int, last: int, given: Any = None, **inputs) -> Any:
-        """The outputs of `model(**inputs)` if it stopped after `last`; `given` is what layer `first - 1` returned."""
+    def __call__(self, first: int, last: int, state: Any = None, **inputs) -> Any:
+        """The outputs of `model(**inputs)` if it stopped after `last`; `state` is what layer `first - 1` returned."""
         self.first = first
         self.last = last
-        self.output = given
+        self.output = state
         self.calls = 0
         return self.model(**inputs)
 

@@ -1,5 +1,6 @@
 import math
 import statistics
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -278,3 +279,22 @@ def test_where_no_threshold_is_found_nobody_is_told_of_a_speed(caplog):
     text = str(fast.evaluate(rows, repeats=1))
     assert text.startswith("No sample stops early") and "larger `max_loss`" in text
     assert "times as fast" not in text and "entropy <" not in text
+
+
+def test_other_threads_run_the_model_whole_and_do_not_stop_early():
+    model = spread(bert(num_layers=3)).eval()
+    batch = default_data_collator(classification_data(8))
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    fast = ConfidenceExit(model, threshold=0.5)
+    reading = fast._read(inputs, 0.0)
+    next(reading)  # it is within the model
+
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(lambda: model(**inputs).logits).result()
+        stopping = pool.submit(lambda: fast(**inputs))
+        with pytest.raises(ValueError, match="stops early in another thread"):
+            stopping.result()
+
+    *_, (_, last) = reading
+    torch.testing.assert_close(whole, last)
+    fast(**inputs)

@@ -152,8 +152,23 @@ def _members(path: str, columns: Sequence[str]) -> list[Any]:
             'objects by `orient="records"`'
         )
     if used and all(isinstance(column, list | dict) for column in used.values()):
-        return _rows_of_columns(used)
+        first = next(iter(used.values()))
+        table = {
+            name: column
+            for name, column in value.items()
+            if name in used or _is_beside(column, first)
+        }
+        return _rows_of_columns(table)
     return [value]
+
+
+def _is_beside(value: Any, column: list | dict) -> bool:
+    """Whether a value of a table by column is a column, too, as names of classes or the like are not."""
+    if isinstance(value, list) and isinstance(column, list):
+        return len(value) == len(column)
+    if isinstance(value, dict) and isinstance(column, dict):
+        return value.keys() == column.keys() and not isinstance(value, RepeatedKeys)
+    return False
 
 
 def _rows_of_columns(table: dict[str, list | dict]) -> list[dict[str, Any]]:

@@ -1,13 +1,13 @@
 """From what a column of labels holds to the numbers of classes, by one rule for all files.
 
-- A label is a text, a whole number or a boolean. Blanks around a text do not count. A float such as 1.0 is the whole
-  number; one with a fraction is refused.
+- A label is a text, a whole number or a boolean. Its class has one name whatever its type (see [`class_name`]): `1`
+  for 1, 1.0 and the texts `1` and `1.0`, `True` for true and the text `TRUE`, and any other text as it is, but for
+  blanks around it. `01`, `+1` and `1e3` are such texts. If some label of some split is a number, true is `1` and false
+  is `0`.
 - Rows without a label (none, a blank text, not-a-number, and -1 in a `ClassLabel`, where it stands for "unknown") are
   left out, and their count is reported. A -1 or -100 elsewhere may be meant so or be a class, and is refused; so is
-  `nan`, `NA` or the like among numbers.
-- If all labels of all splits are whole numbers, also as texts (`1` or `1.0`, but not `01` or `1e3`), the classes are
-  these numbers. If they are true and false, also as texts in whatever case, the classes are `False` and `True`; beside
-  numbers they are 1 and 0. All other labels are texts, and each text is its own class.
+  `nan`, `NA` or the like among numbers. A number with a fraction is refused.
+- If all classes are numbers, they are in the order of numbers; all others are in that of texts.
 - A `ClassLabel` has names. In a split beside it labels are its names, or its numbers if no name says another number
   (as `true` for 0 does). True and false are never its numbers: they are its names `true` and `false` or `1` and `0`,
   and without such names they are refused.
@@ -33,8 +33,11 @@ logger = logging.get_logger(__name__)
 MOST_CLASSES_NAMED = 20  # in a message
 MOST_CHARACTERS = 60  # of the name of a class, there
 
-WHOLE = re.compile(r"(-?[1-9]\d{,99}|0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 1e3
+WHOLE = re.compile(r"(-?[1-9]\d{,99}|-?0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 1e3
 NUMBER = re.compile(r"[+-]?(\d+([.,]\d*)?|[.,]\d+)(e[+-]?\d{1,9})?", re.ASCII | re.IGNORECASE)
+DASHES = dict.fromkeys(
+    map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d"), "-"
+)  # like a minus
 BOOLEANS = {"false": 0, "true": 1}
 UNKNOWN = (-1, -100)  # what people write for "no label", of which the second is PyTorch's
 # Beside numbers: such words, their case and other characters aside (`n/a`, `<NA>`), marks alone (`?`), `\N`, and
@@ -78,10 +81,11 @@ def number_of(label: Label) -> int | None:
 
 
 def written_number(text: str) -> Decimal | None:
-    """The number that a text is written like, `01` and `1,5` too; None for others."""
-    if NUMBER.fullmatch(text.strip()) is None:
+    """The number that a text is written like, `01`, `1,5` and one with a dash for minus too; None for others."""
+    text = text.strip().translate(DASHES)
+    if NUMBER.fullmatch(text) is None:
         return None
-    return Decimal(text.strip().replace(",", "."))
+    return Decimal(text.replace(",", "."))
 
 
 def is_numeric(name: str) -> bool:
@@ -89,15 +93,19 @@ def is_numeric(name: str) -> bool:
     return written_number(name) is not None
 
 
-def class_text(label: Label, kind: str) -> str:
-    """The name of a label's class, if the labels of all splits are of a `kind` (see `_kind`)."""
-    if kind == "number":
-        return str(number_of(label))
-    if kind == "boolean":
-        return str(bool(number_of(label)))
-    if isinstance(label, str | bool):
-        return str(label)
-    return str(whole_number(label))
+def class_name(label: Label, has_numbers: bool) -> str:
+    """The name of a label's class, the same for all types in which files store it. `has_numbers`: whether some label
+    of the splits is a number, so that true is 1."""
+    truth = boolean(label)
+    if truth is not None and has_numbers:
+        return str(truth)
+    if truth is not None:
+        return str(bool(truth))
+
+    number = whole_number(label)
+    if number is not None:
+        return str(number)
+    return str(label)
 
 
 def class_key(name: str) -> str:
@@ -129,12 +137,11 @@ def missing_labels(rows: Dataset, split: str, column: str) -> dict[int, str]:
 
 
 def _no_label(value: Any, is_named: bool) -> str | None:
-    if value is None:
-        return "no value"
+    is_nan = isinstance(value, float | Decimal) and math.isnan(value)
+    if value is None or is_nan:  # both are None in a json column of several types
+        return "null or NaN"
     if isinstance(value, str) and not value.strip():
         return "blank"
-    if isinstance(value, float | Decimal) and math.isnan(value):
-        return "not a number"
     if is_named and value == -1:
         return "-1 in a `ClassLabel`"
     return None
@@ -163,25 +170,46 @@ def _fault(value: Any, feature: Any) -> str | None:
 def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple, str]:
     """The names that labels have beside a `ClassLabel` of `classes`, by type and label (1, 1.0 and True are equal).
 
-    True and false are found by name. A whole number is the place of a name, unless names are numbers or a `true` or
-    `false` among them has another place. Labels for which there is no name are not there.
+    Either all labels are names, or they are places of names, beside which true and false are found by name. Labels
+    for which there is no name are not there.
     """
-    are_places = not any(map(is_numeric, classes)) and all(
+    by_name = {}
+    by_place = {}
+    for label in labels:
+        key = (type(label), label)
+        name = _same_name(label, classes)
+        place = whole_number(label)
+        if name is not None:
+            by_name[key] = name
+        if name is not None and boolean(label) is not None:
+            by_place[key] = name
+        if place in range(len(classes)) and are_places(classes):
+            by_place[key] = classes[place]
+    if len(by_name) == len(labels):
+        return by_name
+    return by_place
+
+
+def _same_name(label: Label, classes: Sequence[str]) -> str | None:
+    """The name of a `ClassLabel` that a label is: the same text, or the only one with its number. True is 1, too."""
+    if label in classes:
+        return label
+    truth = boolean(label)
+    if truth is not None:
+        same = [name for name in classes if number_of(name) == truth]
+    else:
+        number = whole_number(label)
+        same = [name for name in classes if number is not None and whole_number(name) == number]
+    if len(same) != 1:
+        return None
+    return same[0]
+
+
+def are_places(classes: Sequence[str]) -> bool:
+    """Whether numbers can be places of names: none of these is a number, or a `true` or `false` at another place."""
+    return not any(map(is_numeric, classes)) and all(
         boolean(name) in (None, place) for place, name in enumerate(classes)
     )
-
-    places = range(len(classes))
-    names = {}
-    for label in labels:
-        truth = boolean(label)
-        number = whole_number(label)
-        if truth is not None:
-            same = [name for name in classes if number_of(name) == truth]
-            if len(same) == 1:
-                names[type(label), label] = same[0]
-        elif are_places and number in places:
-            names[type(label), label] = classes[number]
-    return names
 
 
 class LabelColumn:
@@ -210,18 +238,15 @@ class LabelColumn:
         """Whether each label has a name beside a `ClassLabel` of `classes` (see [`named_labels`])."""
         return len(named_labels(self.distinct, classes)) == len(self.distinct)
 
-    def texts(self, kind: str, named: Sequence[str] | None = None) -> list[str]:
-        """The name of every row's class, among splits of a `kind`, of which one has a `ClassLabel` of `named`."""
+    def class_names(self, has_numbers: bool, named: Sequence[str] | None = None) -> list[str]:
+        """The name of every row's class, beside a split whose `ClassLabel` has the names `named`."""
         if self.names is not None:
             return self.labels
 
-        texts = [class_text(label, kind) for label in self.labels]
-        if named is None or set(texts) <= set(named):
-            return texts
-        if self.are_named_by(named):
-            names = named_labels(self.distinct, named)
-            return [names[type(label), label] for label in self.labels]
-        return texts
+        names = {(type(label), label): class_name(label, has_numbers) for label in self.distinct}
+        if named is not None and not set(names.values()) <= set(named):
+            names |= named_labels(self.distinct, named)
+        return [names[type(label), label] for label in self.labels]
 
 
 def _stripped(label: Label) -> Label:
@@ -243,27 +268,32 @@ def class_labels(
     columns = {name: LabelColumn(rows, left_out[name]) for name, rows in splits.items()}
     unnamed = {name: labels for name, labels in columns.items() if labels.names is None}
     _check_numbers(unnamed, column)
-    kind = _kind([label for labels in unnamed.values() for label in labels.distinct])
+    has_numbers = any(
+        whole_number(label) is not None for labels in unnamed.values() for label in labels.distinct
+    )
 
-    named = _given_names(columns)
-    texts = {split: labels.texts(kind, named) for split, labels in columns.items()}
-    classes = sorted(set(texts["train"]))
+    given_names = _given_names(columns, has_numbers)
+    names = {
+        split: labels.class_names(has_numbers, given_names) for split, labels in columns.items()
+    }
+    classes = sorted(set(names["train"]))
     if len(classes) < 2:
         raise ValueError(
             f"The labelled training rows are all of one class, {classes} (column `{column}`): name another "
             "`label_column`, or add rows of other classes."
         )
-    if named is not None:
-        classes = named
-    elif kind == "number":
+    if given_names is not None:
+        classes = given_names
+    elif all(whole_number(name) is not None for name in classes):
         classes.sort(key=int)
 
-    for split, names in texts.items():
-        _check_known(names, columns[split].places, classes, split, column)
-    if named is not None:
-        _warn_of_counting_from_1(unnamed, named, column)
-    _report_classes(texts["train"], classes)
-    return {split: encode_labels(splits[split], names, classes) for split, names in texts.items()}
+    for split, labels in columns.items():
+        _check_known(names[split], labels.places, classes, split, column)
+    if given_names is not None:
+        numbers = {whole_number(label) for labels in unnamed.values() for label in labels.distinct}
+        warn_of_counting_from_1(numbers - {None}, given_names, f"the column `{column}`")
+    _report_classes(names["train"], classes)
+    return {split: encode_labels(rows, names[split], classes) for split, rows in splits.items()}
 
 
 def encode_labels(
@@ -325,19 +355,15 @@ def _check_known(
     )
 
 
-def _warn_of_counting_from_1(
-    columns: Mapping[str, LabelColumn], classes: Sequence[str], column: str
-) -> None:
-    """Says on the screen which classes numbers stand for if 0 is not among them, so that they may count from 1."""
-    numbers = {whole_number(label) for each in columns.values() for label in each.distinct}
-    numbers.discard(None)
-    names = named_labels(sorted(numbers), classes)
-    if not names or 0 in numbers:
+def warn_of_counting_from_1(numbers: Collection[int], classes: Sequence[str], source: str) -> None:
+    """Says on the screen which of `classes` the numbers in a `source` stand for if they are their places and 0 is not
+    among them, so that they may count from 1."""
+    if not numbers or 0 in numbers or not are_places(classes):
         return
-    meaning = ", ".join(f"{number} is {name!r}" for (_, number), name in names.items())
+    meaning = ", ".join(f"{number} is {classes[number]!r}" for number in sorted(numbers))
     logger.warning(
-        f"The numbers in the column `{column}` count the names of its `ClassLabel` from 0, but 0 does not occur: "
-        f"{meaning}. If they count from 1, subtract 1 or write the names."
+        f"The numbers in {source} count the names of classes from 0, but 0 does not occur: {meaning}. If they count "
+        "from 1, subtract 1 or write the names."
     )
 
 
@@ -368,22 +394,16 @@ def _listed(names: Sequence[str], show: Callable[[str], str] = _spelled) -> str:
     return shown
 
 
-def _kind(labels: Sequence[Label]) -> str:
-    """What all the labels are: "number" (booleans beside numbers count as 0 and 1), "boolean" or "text"."""
-    if any(number_of(label) is None for label in labels):
-        return "text"
-    if any(whole_number(label) is not None for label in labels):
-        return "number"
-    return "boolean"
-
-
-def _given_names(columns: Mapping[str, LabelColumn]) -> list[str] | None:
+def _given_names(columns: Mapping[str, LabelColumn], has_numbers: bool) -> list[str] | None:
     """The names of classes that a `ClassLabel` gives: that of training, or that of another split which names all the
-    training labels."""
+    training labels, if these are not such names themselves."""
     train = columns["train"]
     if train.names is not None:
         return train.names
+    own_names = set(train.class_names(has_numbers))
     for column in columns.values():
-        if column.names is not None and train.are_named_by(column.names):
+        if column.names is None or own_names <= set(column.names):
+            continue
+        if train.are_named_by(column.names):
             return column.names
     return None

@@ -9,7 +9,14 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from ..loading import has_position_table, position_limit
-from .labels import class_key, class_labels, encode_labels, is_numeric, missing_labels
+from .labels import (
+    are_places,
+    class_key,
+    class_labels,
+    encode_labels,
+    missing_labels,
+    warn_of_counting_from_1,
+)
 from .splits import (
     SplitArguments,
     check_arguments,
@@ -72,8 +79,9 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     ValueError where the data has a class that the model has not.
 
     Numbers and booleans are the same classes however they are written (1 and 1.0, true and 1). Labels that are
-    numbers are the model's numbers, unless the names of its classes are numbers. If the model has default names
-    (`LABEL_0`, ...), the names of the data keep their order.
+    numbers are the model's numbers, unless the names of its classes are numbers; a warning says which classes they
+    stand for if 0 does not occur. If the model has default names (`LABEL_0`, ...), the names of the data keep their
+    order.
     """
     names = dataset["train"].features["labels"].names
     occurring = {
@@ -88,7 +96,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         (classes, occurring, str.casefold),
         (classes, occurring, class_key),
     ]
-    if not any(map(is_numeric, classes)):
+    if are_places(classes):
         ways.append((numbers, names, str))
 
     for known, of_data, key in ways:
@@ -96,6 +104,8 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         data_keys = set(map(key, of_data))
         is_unique = len(known_keys) == len(set(known)) and len(data_keys) == len(set(of_data))
         if data_keys <= known_keys and is_unique:
+            if known is numbers:
+                warn_of_counting_from_1(set(map(int, of_data)), classes, "the data")
             return DatasetDict(
                 {split: _renumbered(rows, known, key) for split, rows in dataset.items()}
             )

@@ -116,11 +116,69 @@ def test_splits_may_differ_in_how_they_store_a_class(tmp_path, labels, kind):
     assert classes_of(load(whole, other)["test"]) == ["1", "0", "1"]
 
 
+ALIKE = {
+    "0": [0, 0.0, -0.0, "0", "0.0", "-0.0", " 0 ", Decimal("0.0")],
+    "1": [1, 1.0, "1", "1.00", Decimal("1")],
+    "False": [False, "false", "FALSE"],
+    "True": [True, "true", " True"],
+    "maybe": ["maybe", "maybe "],
+    "2020-01-01": ["2020-01-01"],
+    "01": ["01"],
+}
+
+
+@pytest.mark.parametrize("names", [["0", "1"], ["False", "True"]])
+@pytest.mark.parametrize("others", [[], ["maybe"], ["maybe", "2020-01-01", "01"]])
+def test_labels_are_one_class_whatever_their_types_also_beside_texts(tmp_path, names, others):
+    """In one json file, and in splits of any kind."""
+    classes = sorted([*names, *others])
+    labels = [label for name in classes for label in ALIKE[name]]
+    expected = [name for name in classes for _ in ALIKE[name]]
+
+    json_labels = [float(label) if isinstance(label, Decimal) else label for label in labels]
+    mixed = write(tmp_path / "mixed.jsonl", json_labels)
+    csv = write(tmp_path / "rows.csv", labels)
+    texts = write(tmp_path / "rows.parquet", list(map(str, labels)))
+    for train, test in product([mixed, csv, texts], repeat=2):
+        splits = load(train, test)
+        assert splits["train"].features["labels"].names == classes
+        assert classes_of(splits["train"]) == classes_of(splits["test"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("train", "kind", "test", "expected"),
+    [
+        ([1.0, 0.0], None, ["1", "0", "maybe"], ["1", "0", "maybe"]),
+        ([True, False], None, ["true", "FALSE", "maybe"], ["True", "False", "maybe"]),
+        ([True, False], None, ["1", "0", "maybe"], ["1", "0", "maybe"]),
+        ([Decimal("1"), Decimal("-0.0")], None, ["1", "-0", "maybe"], ["1", "0", "maybe"]),
+        ([1, 0], pyarrow.uint8(), ["True", "false", "maybe"], ["1", "0", "maybe"]),
+    ],
+)
+def test_a_class_of_text_does_not_part_the_other_ones(tmp_path, train, kind, test, expected):
+    first = write(tmp_path / "first.parquet", train, kind)
+    second = write(tmp_path / "second.csv", test)
+    splits = load(second, first)
+    assert classes_of(splits["train"]) == expected
+    assert classes_of(splits["test"]) == expected[:2]
+
+
+@pytest.mark.parametrize(
+    "names", [["true", "maybe", "false"], ["FALSE", "TRUE", "maybe"], ["1.0", "0", "x"]]
+)
+def test_names_of_a_class_label_are_found_however_they_are_written(tmp_path, names):
+    named = write(tmp_path / "named.parquet", [0, 1, 2], ClassLabel(names=names))
+    texts = write(tmp_path / "texts.csv", names[::-1])
+    for splits in (load(named, texts), load(texts, named)):
+        assert splits["train"].features["labels"].names == names
+    assert classes_of(load(named, texts)["test"]) == names[::-1]
+
+
 def test_json_values_of_several_types(tmp_path):
     path = write(tmp_path / "rows.jsonl", [1, 0.0, True, "1", None, "0"])
     assert classes_of(load(path)["test"]) == ["1", "0", "1", "1", "0"]
     path = write(tmp_path / "texts.jsonl", [1, 2.0, "neg", True])
-    assert classes_of(load(path)["test"]) == ["1", "2", "neg", "True"]
+    assert classes_of(load(path)["test"]) == ["1", "2", "neg", "1"]
 
 
 @pytest.mark.parametrize(
@@ -169,11 +227,11 @@ def test_labels_beside_a_class_label(tmp_path, train, train_kind, test, test_kin
 @pytest.mark.parametrize(
     ("labels", "kind", "report"),
     [
-        ([1.0, float("nan"), 0.0, None], pyarrow.float64(), "not a number: 1, no value: 1; rows 2, 4"),
-        ([True, None, False, None], None, "no value: 2; rows 2, 4"),
-        ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, no value: 1; rows 2, 4"),
+        ([1.0, float("nan"), 0.0, None], pyarrow.float64(), "null or NaN: 2; rows 2, 4"),
+        ([True, None, False, None], None, "null or NaN: 2; rows 2, 4"),
+        ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, null or NaN: 1; rows 2, 4"),
         (["x", "", "y", "  "], None, "blank: 2; rows 2, 4"),
-        ([Decimal("1"), None, Decimal("0"), None], None, "no value: 2; rows 2, 4"),
+        ([Decimal("1"), None, Decimal("0"), None], None, "null or NaN: 2; rows 2, 4"),
     ],
 )  # fmt: skip
 def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels, kind, report):
@@ -210,14 +268,13 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
     load(write(tmp_path / "rows.jsonl", labels))
     (report,) = [record for record in caplog.records if "training rows have" in record.message]
     assert report.levelname == "WARNING"  # what Python shows by default
-    assert "The 9 labelled training rows have 8 classes: " in report.message
+    assert "The 9 labelled training rows have 7 classes: " in report.message
     for name in (
         "'pos': 2",
         "'Pos': 1",
         "'\"pos\"': 1",
         r"'\u200bpos': 1",
-        "'TRUE': 1",
-        "'true': 1",
+        "'True': 2",
     ):
         assert name in report.message
     assert "'caf\u00e9': 1" in report.message and r"'cafe\u0301': 1" in report.message
@@ -246,12 +303,16 @@ def test_many_dropped_rows_are_named_in_short(tmp_path, caplog):
     [
         *product([".jsonl", ".parquet"], [-1, -100, -1.0, -100.0]),
         *product([".csv"], ["-1", "-1.0", "-100", "-1e0", "-01"]),
+        *product([".csv"], ["\u22121", "\u2013100", "\uff0d1.0"]),
         (".jsonl", "-1"),
     ],
 )
 def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
     others = {int: [0, 1], float: [0.0, 1.0], str: ["neg", "pos"]}[type(mark)]
-    with pytest.raises(ValueError, match=r"train split holds .*-0?1.* \(row 2\), which may mean"):
+    with pytest.raises(
+        ValueError,
+        match=r"train split holds .*[-\u2212\u2013\uff0d]0?1.* \(row 2\), which may mean",
+    ):
         load(write(tmp_path / f"rows{suffix}", [others[0], mark, others[1]]))
 
 
@@ -283,7 +344,7 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
             None,
             "A label is '0.0.*1' .*, which is no class",
         ),
-        ([None, None], None, r"no row with a value of `label` \(no value: 2\)"),
+        ([None, None], None, r"no row with a value of `label` \(null or NaN: 2\)"),
         ([-1, -1], NAMED, r"no row with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
         ([True, True], None, "all of one class"),
@@ -324,6 +385,13 @@ def test_a_list_as_the_label_of_one_json_row_is_refused(tmp_path, label):
     row = write(tmp_path / "row.jsonl", [label])
     with pytest.raises(ValueError, match=r"\(row 1\), a (list|dict): give one class per row"):
         load(write(tmp_path / "rows.csv", [0, 1]), row)
+
+
+@pytest.mark.parametrize("others", [[1, 0], [1, 0.0], [True, False], ["1", "0"], [1, "x"]])
+def test_not_a_number_in_json_is_no_label(tmp_path, caplog, others):
+    rows = load(write(tmp_path / "rows.jsonl", [*others, float("nan")]))["test"]
+    assert len(rows) == 2
+    assert "they are without `label` (null or NaN: 1; row 3)" in caplog.text
 
 
 def test_one_list_among_json_labels_is_refused(tmp_path):

@@ -126,6 +126,7 @@ def test_pairs_and_column_names(tmp_path):
         ([1, 0, 1], ["False", "True"], [1, 0, 1]),
         (["true", "false", "true"], ["0", "1"], [1, 0, 1]),
         ([0, 1, 0], ["01", "02", "10"], None),
+        ([0, 1, 2], ["true", "false", "other"], None),  # is 0 false, or the model's number of true?
         ([0, 1, 0], ["1", "2", "3"], None),  # the class "1" of the model is not its number 1
     ],
 )
@@ -143,6 +144,27 @@ def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expect
         return
     rows = align_classes(splits, id2label)["test"]
     assert [label for _, label in sorted(zip(rows["text"], rows["labels"]))] == expected
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "meaning"),
+    [
+        ([1, 2], ["neg", "neu", "pos"], "1 is 'neu', 2 is 'pos'"),
+        ([1, 2], ["LABEL_0", "LABEL_1", "LABEL_2"], "1 is 'LABEL_1', 2 is 'LABEL_2'"),
+        ([0, 2], ["neg", "neu", "pos"], None),
+        (["pos", "neu"], ["neg", "neu", "pos"], None),
+        ([1, 2], ["0", "1", "2"], None),
+    ],
+)
+def test_numbers_that_may_count_from_1_are_said(tmp_path, caplog, labels, classes, meaning):
+    rows = [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)]
+    path = write(tmp_path / "rows.csv", rows)
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    align_classes(splits, dict(enumerate(classes)))
+    if meaning is None:
+        assert "count from 1" not in caplog.text
+    else:
+        assert f"0 does not occur: {meaning}. If they count from 1" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,9 @@ from ..readout.replay import Readout, evaluating
 from .truncation import check_layers, skipping
 
 
+NO_ROWS = "`dataset` is empty; give labelled held-out rows."
+
+
 @dataclass
 class LayerSetProfile(Result):
     """What a model is worth with only some of its layers, on held-out data; the first of n sets is all layers.
@@ -198,11 +201,13 @@ def find_layer_sets(
         settings: `batch_size`, `processing_class`, `progress` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError where the layers cannot be left out, or `fewest` is out of range.
+    ValueError where the layers cannot be left out, `fewest` is out of range, or there are no rows.
     """
     progress = settings.pop("progress", False)
     evaluation = Evaluation(model, dataset, **settings)
     batches = [batch for _, batch in evaluation.batches()]
+    if not batches:
+        raise ValueError(NO_ROWS)
     stack = Readout.probe(model, batches[0]).stack
     kept = check_layers(range(1, stack.num_layers + 1), stack)
     if fewest not in kept:
@@ -251,6 +256,8 @@ def layer_set_profile(
             if totals is None:
                 totals = _SetTotals(model, evaluation, batch, layers, healed)
             totals.add(batch)
+    if totals is None:
+        raise ValueError(NO_ROWS)
     return totals.profile(max_rise)
 
 

@@ -92,26 +92,28 @@ def skipping(stack: LayerStack, kept: Sequence[int]) -> Iterator[None]:
     """
     dropped = [layer for number, layer in enumerate(stack.layers, start=1) if number not in kept]
     running = set()
-    places: dict = {}  # of the hidden state among what a layer receives, for layers that return it alone
+    # For layers that return the hidden state alone: which of the tensors that they receive it is.
+    places: dict[nn.Module, int] = {}
 
     def hand_on(module: nn.Module, call, *args, **kwargs):
-        if id(module) in running:  # `__call__` on its way to `forward`
+        if module in running:  # `__call__` on its way to `forward`
             return call(*args, **kwargs)
 
         received = tensors((args, kwargs))
-        if id(module) in places:
-            return received[places[id(module)]]
+        if module in places:
+            return received[places[module]]
 
-        running.add(id(module))
+        running.add(module)
         try:
             output = call(*args, **kwargs)
         finally:
-            running.discard(id(module))
+            running.discard(module)
 
         made = stack.hidden_state(output)
-        place = next(i for i, tensor in enumerate(received) if tensor.shape == made.shape)
+        shapes = [tensor.shape for tensor in received]
+        place = shapes.index(made.shape)
         if output is made:
-            places[id(module)] = place
+            places[module] = place
 
         return map_tensors(lambda tensor: received[place] if tensor is made else tensor, output)
 
@@ -263,8 +265,8 @@ def _rebuild(
                 return other + name.removeprefix(own)
         return name
 
-    given = model.state_dict()
-    state = {name: given[source(name)].clone() for name in short.state_dict()}
+    weights = model.state_dict()
+    state = {name: weights[source(name)].clone() for name in short.state_dict()}
     short.load_state_dict(state, assign=True)
     short.tie_weights()
     buffers = dict(model.named_buffers())  # those that no state holds may have been cast

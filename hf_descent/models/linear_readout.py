@@ -103,8 +103,8 @@ class LinearReadoutModel(EncoderModel):
         if attention_mask is not None:
             inputs["attention_mask"] = attention_mask
 
-        given = {name: value for name, value in inputs.items() if value is not None}
-        encoded = self.encoder(**given, return_dict=True)
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        encoded = self.encoder(**inputs, return_dict=True)
         hidden = encoded.last_hidden_state  # [batch, seq, width]
         outputs = classify(
             self, hidden, attention_mask, self.config.pooling, labels, num_items_in_batch

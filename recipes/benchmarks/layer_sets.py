@@ -213,9 +213,9 @@ def main(argv: list[str] | None = None) -> None:
     names = ("rows", "test_rows", "length", "steps", "rate", "token_fraction", "seed")
     settings = {name: getattr(options, name) for name in names}
     settings |= {"model": Path(options.model).name, "layers": spans(layers)}
-    found = Runs(options.output).get(settings, lambda: run(options, layers))
+    result = Runs(options.output).get(settings, lambda: run(options, layers))
     for name in ("whole", "before", "after"):
-        print(name, found[name], flush=True)
+        print(name, result[name], flush=True)
 
 
 if __name__ == "__main__":

@@ -219,3 +219,11 @@ def test_layers_are_written_as_spans_and_read_again(layers, text):
 def test_a_text_without_layers_is_refused(text):
     with pytest.raises(ValueError, match=r"name layers as in '1-12,19-30'"):
         layers_in(text)
+
+
+def test_no_rows_are_refused():
+    model = spread(bert(num_layers=2))
+    with pytest.raises(ValueError, match="`dataset` is empty"):
+        find_layer_sets(model, [], fewest=1)
+    with pytest.raises(ValueError, match="`dataset` is empty"):
+        layer_set_profile(model, [], [[1]])

@@ -120,13 +120,17 @@ def _is_stacked(column: Sequence[Any]) -> bool:
 def _alike(layer_outputs) -> bool:
     """Whether outputs can be stacked: the same containers with tensors of one shape, type and device."""
 
-    def kind(leaf):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.shape, leaf.dtype, leaf.device
-        return type(leaf)
-
+    first = layer_outputs[0]
+    if isinstance(first, torch.Tensor):
+        return all(_kind(output) == _kind(first) for output in layer_outputs)
     kinds = []
     for output in layer_outputs:
         leaves, structure = pytree.tree_flatten(output)
-        kinds.append((structure, [kind(leaf) for leaf in leaves]))
-    return all(found == kinds[0] for found in kinds)
+        kinds.append((structure, [_kind(leaf) for leaf in leaves]))
+    return all(kind == kinds[0] for kind in kinds)
+
+
+def _kind(leaf):
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return type(leaf)

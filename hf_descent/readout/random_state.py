@@ -10,31 +10,33 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 
-_parameters = WeakKeyDictionary()  # model -> its parameters
+_devices = (
+    WeakKeyDictionary()
+)  # model -> (its first parameter, the device of that, what `accelerators` found)
 
 
 def accelerators(model) -> list[torch.device]:
-    """The devices but the CPU on which `model` computes: where its parameters are, or where FSDP2 brings them."""
-    parameters = _parameters_of(model)
-    devices = {parameter.device for parameter in parameters}
-    for kind in {
-        parameter.device_mesh.device_type
-        for parameter in parameters
-        if isinstance(parameter, DTensor)
-    }:
-        if kind != "cpu":
-            devices.add(torch.device(kind, torch.get_device_module(kind).current_device()))
-    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
+    """The devices but the CPU on which `model` computes: where its parameters are, or where FSDP2 brings them.
 
-
-def _parameters_of(model) -> list[torch.nn.Parameter]:
-    """Kept from step to step, since the search through all modules takes longer than a kernel; found anew once a
-    wrapper has put others in their place."""
-    known = _parameters.get(model)
+    Kept from step to step, since the search through all modules takes longer than a kernel; found anew once a wrapper
+    has put other parameters in their place, or the model has moved.
+    """
     first = next(model.parameters(), None)
-    if known is None or not known or known[0] is not first:
-        known = _parameters[model] = list(model.parameters())
-    return known
+    if first is None:
+        return []
+    known, device, devices = _devices.get(model, (None, None, None))
+    if known is not first or device != first.device:
+        devices = _accelerators_of(list(model.parameters()))
+        _devices[model] = (first, first.device, devices)
+    return devices
+
+
+def _accelerators_of(parameters: list[torch.nn.Parameter]) -> list[torch.device]:
+    devices = {parameter.device for parameter in parameters}
+    meshes = {each.device_mesh.device_type for each in parameters if isinstance(each, DTensor)}
+    for kind in meshes - {"cpu"}:
+        devices.add(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
 
 def torch_states(devices) -> list[torch.Tensor]:
@@ -61,7 +63,10 @@ def python_states() -> tuple:
 @contextmanager
 def preserved(devices, torch_only=False):
     """What is drawn inside leaves the generators as they were; `torch_only` where nothing else is drawn from."""
-    states, others = torch_states(devices), None if torch_only else python_states()
+    states = torch_states(devices)
+    others = None
+    if not torch_only:
+        others = python_states()
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ with the largest layers. Layers are CALLS in order, not modules: ALBERT's one sh
 import inspect
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -38,6 +38,9 @@ class LayerStack:
     norms: list[nn.Module]  # in the neighbours, those that may have running statistics
     adds_images: bool = False  # whether features of images are added to the output of layers
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules
+    # Train mode or not -> whether a forward left the generators of Python and NumPy alone. To ask them takes longer
+    # than many kernels, so that a tape does it once.
+    draws_by_torch_only: dict[bool, bool] = field(default_factory=dict)
 
     def hidden_state(self, layer_output) -> torch.Tensor:
         """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""
@@ -234,12 +237,14 @@ def errors_explained(beginning, end=""):
 
 def tensors(tree) -> list[torch.Tensor]:
     """The tensors of a nested tuple, list, dict or ModelOutput, in order."""
+    if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
+        return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def map_tensors(function, tree):
     """`tree` with `function` applied to its tensors."""
-    if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
+    if isinstance(tree, torch.Tensor):
         return function(tree)
     return pytree.tree_map(
         lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree

@@ -71,13 +71,18 @@ class Tape:
         self.layer_outputs = []
         self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
-        self.python_states = self.replays and random_state.python_states()
+        self.python_states = None
+        if self.replays and self.model.training not in self.stack.draws_by_torch_only:
+            self.python_states = random_state.python_states()
         self._begin("record")
 
     def end_record(self):
         self.phase = "idle"
+        draws = self.stack.draws_by_torch_only
+        if self.python_states is not None:
+            draws[self.model.training] = random_state.python_states() == self.python_states
         # A replay runs a part of the same code.
-        self.torch_only = self.replays and random_state.python_states() == self.python_states
+        self.torch_only = draws.get(self.model.training, False)
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
@@ -193,12 +198,11 @@ def taped(tape, on_record):
 
 
 def _check_layerdrop(model, stack):
-    owners = [
-        owner
-        for module in (model, *stack.ancestors)
-        for owner in (module, getattr(module, "config", None))
-    ]
-    rates = [getattr(owner, "layerdrop", None) for owner in owners if model.training]
+    if not model.training:
+        return
+    modules = (model, *stack.ancestors)
+    rates = [getattr(module, "layerdrop", None) for module in modules]
+    rates += [getattr(owner, name, None) for owner, name in config_flags(modules, ["layerdrop"])]
     if any(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError(
             f"{type(model).__name__} drops whole layers in training. Set layerdrop (encoder_layerdrop, "
@@ -213,10 +217,9 @@ def off_in_replay(model, stack):
 
 
 def config_flags(modules, names):
-    """(config, name of its flag) pairs of the modules that have a config."""
-    return [
-        (module.config, name) for module in modules if hasattr(module, "config") for name in names
-    ]
+    """(config, name of its flag) pairs of the configs that the modules have."""
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    return [(config, name) for config in configs.values() for name in names]
 
 
 def switched_off(flags):

@@ -42,11 +42,18 @@ def test_offloaded_parameters_are_those_of_the_device_that_computes(monkeypatch)
     assert random_state.accelerators(torch.nn.Linear(2, 2)) == []
 
 
-def test_parameters_are_found_anew_where_others_take_their_place():
+def test_devices_are_found_anew_where_other_parameters_take_their_place_or_move(monkeypatch):
     model = torch.nn.Linear(2, 2)
     assert random_state.accelerators(model) == []
-    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
-    assert random_state._parameters_of(model)[0] is model.weight
+    searched = []
+    monkeypatch.setattr(random_state, "_accelerators_of", lambda found: searched.append(found))
     random_state.accelerators(model)
-    again = random_state._parameters_of(model)
-    assert again is random_state._parameters_of(model)  # no search
+    assert searched == []
+
+    model.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    random_state.accelerators(model)
+    model.to("meta")
+    random_state.accelerators(model)
+    random_state.accelerators(model)
+    assert len(searched) == 2
+    assert searched[1][0].device.type == "meta"

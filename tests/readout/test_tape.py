@@ -11,6 +11,7 @@ import torch
 from architectures import AUDIO, DECODER, LAYERS, TEXT, XLM, TwoStage, batch_for, build
 from torch import nn
 
+from hf_descent.readout import random_state
 from hf_descent.readout.replay import Readout, layer_logits, output_logits
 from hf_descent.readout.tape import noise_is_disabled
 
@@ -254,3 +255,33 @@ def test_noise_is_disabled_in_replays_alone():
     with readout.attach(lambda *_: None):
         model(x)
     assert flags == [False, True, True, True]
+
+
+def test_asks_the_generators_of_python_and_numpy_once_in_each_mode(bert, monkeypatch):
+    def draw(*_):
+        random.random()
+
+    readings = []
+    read = random_state.python_states
+    monkeypatch.setattr(random_state, "python_states", lambda: readings.append(None) or read())
+    batch = batch_for(bert)
+    drawing = copy.deepcopy(bert)
+    drawing.classifier.register_forward_hook(draw)
+    for model, per_call in ((copy.deepcopy(bert), 0), (drawing, LAYERS - 1)):
+        readout = Readout.probe(model, batch)
+        for trains in (False, True):
+            model.train(trains)
+            for _ in range(2):
+                readings.clear()
+                state = random.getstate()
+                with readout.attach(lambda *_: None):
+                    model(**batch)
+            assert len(readings) == per_call
+            random.setstate(state)
+            if per_call:
+                draw()
+            draws_of_one_forward = random.getstate()
+            random.setstate(state)
+            with readout.attach(lambda *_: None):
+                model(**batch)
+            assert random.getstate() == draws_of_one_forward

@@ -4,15 +4,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 
 from ..special import digamma, entr, scaled_exponential_integral
-from .class_weights import ClassWeights
 from .task import TaskLoss
+
+
+if TYPE_CHECKING:
+    from .class_weights import ClassWeights
 
 
 SMALLEST = 1e-12
@@ -39,7 +42,7 @@ class ChanceLoss:
     # Name of a denoiser's input, which predicts its labels by itself, or of the texts.
     signal: str | None = None
     enough: int = FEW_LABELS  # how many labels tell the loss
-    weights: ClassWeights | None = None  # of classes, where the loss has such
+    weights: "ClassWeights | None" = None  # of classes, where the loss has such
     rounding: float = 0.0  # by what share the model may round its loss down, in half precision
     # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
     # floating labels number, sum and sum of squares [3, dims], with a signal also the sum of squares of their

@@ -5,26 +5,23 @@ It is known for the (binary) cross-entropy, also with weights of classes, and fo
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers.utils import ModelOutput
 
-from ..readout.labels import IGNORE_INDEX, labels_of, names_of_labels
+from ..readout.labels import labels_of, names_of_labels
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
-from ..readout.stack import inner_model, map_tensors
+from ..readout.stack import inner_model
 from .chance import FEW_CLASSES, FEW_LABELS, MANY_LABELS, ChanceLoss, unmeasurable
-from .class_weights import ClassWeights, find_class_weights
+from .class_weights import find_class_weights
 from .task import TaskLoss
 
 
 MAX_POSITIONS = (
     2**16
-)  # answers are counted up to there: the first batch does not tell their lengths
-MOST_FORWARD = 64  # classes whose weights in a model's own loss are compared, which takes a forward for every few
+)  # answers are counted up to there; the first batch does not tell their lengths
 
 
 @torch.no_grad()
@@ -50,13 +47,17 @@ def find_chance_loss(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) ->
 
 def _check_shapes(labels: torch.Tensor, logits: torch.Tensor) -> None:
     if labels.is_floating_point() and labels.numel() != logits.numel():
-        raise unmeasurable(
-            f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
-        )
+        raise _of_other_shape(labels, logits)
     if logits.shape[-1] == 1 and not labels.is_floating_point():
         raise unmeasurable(
             "whole labels of a single logit, which models take for numbers (give them as floats)"
         )
+
+
+def _of_other_shape(labels: torch.Tensor, logits: torch.Tensor) -> ValueError:
+    return unmeasurable(
+        f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
+    )
 
 
 def _rounding(logits: torch.Tensor) -> float:
@@ -92,6 +93,13 @@ def _of_classes(
     if task.smoother is not None:
         label_smoothing = task.smoother.epsilon
 
+    weights = None
+    if not has_router_loss(outputs):
+        scores, labels = task.predictions(outputs, inputs)
+        if not is_multi_label and scores.shape[:-1] != labels.shape:
+            raise _of_other_shape(labels, scores)
+        weights = find_class_weights(task, inputs, outputs, is_multi_label, label_smoothing)
+
     enough = FEW_LABELS
     if not is_multi_label and (inputs[name].dim() > 1 or logits.shape[-1] > FEW_CLASSES):
         enough = MANY_LABELS
@@ -101,132 +109,9 @@ def _of_classes(
         "multi_label" if is_multi_label else "classes",
         label_smoothing,
         enough=enough,
-        weights=_class_weights(task, inputs, name, outputs, is_multi_label, label_smoothing),
+        weights=weights,
         rounding=_rounding(logits),
     )
-
-
-def _class_weights(
-    task: TaskLoss,
-    inputs: Mapping[str, Any],
-    name: str,
-    outputs: Any,
-    is_multi_label: bool,
-    label_smoothing: float,
-) -> ClassWeights | None:
-    """The weights of classes in a loss that is a weighted cross-entropy; `None` where it has none. ValueError where it
-    is no cross-entropy."""
-    if has_router_loss(outputs):
-        return None
-
-    try:
-        CrossEntropyCheck(task, name, is_multi_label, label_smoothing).of_each_class(
-            inputs, outputs
-        )
-    except ValueError:
-        weights = find_class_weights(task, inputs, name, outputs, is_multi_label)
-        if weights is None:
-            raise
-        return weights
-
-    return None
-
-
-@dataclass(frozen=True)
-class CrossEntropyCheck:
-    """Compares a task loss with the (binary) cross-entropy of the labels `name`."""
-
-    task: TaskLoss
-    name: str
-    is_multi_label: bool
-    label_smoothing: float
-
-    def of_each_class(self, inputs: Mapping[str, Any], outputs: Any) -> None:
-        """ValueError where the loss is not the cross-entropy: on this batch, and with each class as a label."""
-        labels = inputs[self.name]
-        number = output_logits(outputs).shape[-1]
-        most = min(number, MOST_FORWARD)
-        if self.task.loss_fn is not None:
-            most = min(number, FEW_CLASSES)
-        if self.is_multi_label:
-            self._compare(inputs, outputs)
-            self._compare_one_by_one(inputs, outputs, torch.eye(number)[:most])
-        elif labels.dim() > 1 and number > FEW_CLASSES:
-            self._compare(inputs, outputs)
-        else:
-            self._compare_several_at_once(inputs, outputs, number, most)
-
-    def _compare_one_by_one(
-        self, inputs: Mapping[str, Any], outputs: Any, classes: torch.Tensor
-    ) -> None:
-        """Of independent classes each may have a weight; `classes` `[tried, classes]`."""
-        labels = inputs[self.name]
-        for one_class in classes:
-            batch = {**inputs, self.name: one_class.to(labels).expand_as(labels)}
-            if self.task.loss_fn is None:
-                outputs = self._outputs(batch)
-            self._compare(batch, outputs)
-
-    def _compare_several_at_once(
-        self, inputs: Mapping[str, Any], outputs: Any, number: int, most: int
-    ) -> None:
-        """In the mean over one class its weight cancels: each batch has several, the next one the last of them."""
-        repeats = math.ceil(min(number, 8) / max(1, int(inputs[self.name].ne(IGNORE_INDEX).sum())))
-        rows = map_tensors(
-            lambda value: value.repeat_interleave(repeats, 0) if value.dim() else value,
-            dict(inputs),
-        )
-        counted = rows[self.name] != IGNORE_INDEX
-
-        step = max(1, int(counted.sum()) - 1)
-        for first in range(0, most, step):
-            classes = (counted.flatten().cumsum(0) - 1 + first).view_as(counted) % number
-            rows[self.name] = torch.where(counted, classes, IGNORE_INDEX)
-            if first == 0 or self.task.loss_fn is None:
-                outputs = self._outputs(rows)
-            self._compare(rows, outputs)
-
-    def _outputs(self, inputs: Mapping[str, Any]) -> Any:
-        with probing(self.task.model):
-            return self.task.model(**self.task.model_inputs(inputs))
-
-    def _compare(self, inputs: Mapping[str, Any], outputs: Any) -> None:
-        if self.task.loss_fn is not None:
-            # Of a fresh model all losses are alike, weighted ones too: try the custom loss on logits far apart.
-            logits = output_logits(outputs).float()
-            places = torch.arange(logits.numel(), device=logits.device)
-            outputs = ModelOutput(logits=3 * places.sin().view_as(logits))
-        loss = self._task_loss(inputs, outputs)
-        expected = self._cross_entropy(*self.task.predictions(outputs, inputs))
-        tolerance = 1e-4
-        if loss.dtype.itemsize < 4:  # half precision rounds
-            tolerance = 0.02
-        if abs(loss - expected) > tolerance * expected:
-            raise unmeasurable("a loss that is no cross-entropy, weighted or not")
-
-    def _task_loss(self, inputs: Mapping[str, Any], outputs: Any) -> torch.Tensor:
-        items = None
-        if self.task.loss_fn is not None:
-            items = self.task.count(inputs)
-        try:
-            return self.task(outputs, inputs, items)
-        except TypeError:  # it is no loss at all, whatever f_0 is
-            raise
-        except Exception as error:
-            raise unmeasurable(
-                f"a custom loss that fails on logits of its own ({error})"
-            ) from error
-
-    def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.is_multi_label:
-            return F.binary_cross_entropy_with_logits(logits.float(), labels.float())
-        if logits.shape[:-1] != labels.shape:
-            raise unmeasurable(
-                f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
-            )
-        return F.cross_entropy(
-            logits.flatten(0, -2).float(), labels.flatten(), label_smoothing=self.label_smoothing
-        )
 
 
 def _loss_scale(

@@ -1,6 +1,7 @@
-"""The weights of classes in a cross-entropy, found out by trying the loss on labels of our own."""
+"""Whether a loss is a cross-entropy, and how it weighs the classes, found out by trying it on labels of our own."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,16 +10,18 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import ModelOutput
 
-from ..readout.labels import IGNORE_INDEX
+from ..readout.labels import IGNORE_INDEX, names_of_labels
 from ..readout.replay import output_logits, probing
 from ..readout.stack import map_tensors
+from .chance import FEW_CLASSES, unmeasurable
 from .task import TaskLoss
 
 
-MOST_FORWARD = 64  # classes tried in a model's own loss, which takes a forward for each
-MOST_CALLS = 1000  # and in a custom loss
+MOST_FORWARD = 64  # classes tried in a model's own loss, which takes a forward for every few
 LEAST_LABELS = 8  # to try a loss on
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4  # of a loss without weights
+WEIGHTED_TOLERANCE = 1e-3  # of one with weights, which were measured
+HALF_PRECISION_TOLERANCE = 0.02
 
 
 @dataclass
@@ -46,68 +49,174 @@ class ClassWeights:
 
 
 def find_class_weights(
-    task: TaskLoss, inputs: Mapping[str, Any], name: str, outputs: Any, multi_label: bool
+    task: TaskLoss,
+    inputs: Mapping[str, Any],
+    outputs: Any,
+    is_multi_label: bool,
+    label_smoothing: float,
 ) -> ClassWeights | None:
-    """The weights of the task loss on a batch with labels `name` and the model's outputs on it; `None` where it is no
-    weighted cross-entropy, or of too many classes to try."""
+    """The weights of the classes in a task loss; `None` where they are all alike. ValueError where the loss is no
+    cross-entropy, or has too many classes to try.
+
+    Args:
+        inputs (dict): a short batch.
+        outputs: the model's, on this batch.
+        is_multi_label (`bool`): whether classes are independent, and labels 0 or 1 for each.
+        label_smoothing (`float`): of the cross-entropy.
+    """
     classes = output_logits(outputs).shape[-1]
-    most = MOST_FORWARD
-    if task.loss_fn is not None:
-        most = MOST_CALLS
-    if task.smoother is not None or classes > most:
+    settings = (task, inputs, classes, is_multi_label, label_smoothing)
+    if LossTrial(*settings, least_labels=min(classes, LEAST_LABELS)).is_cross_entropy():
         return None
 
-    trial = _Trial(task, inputs, name)
-    find_weights = _of_binary_labels if multi_label else _of_classes
-    weights = find_weights(trial, classes)
-    if weights is None or not (np.isfinite(weights.values) & (weights.values > 0)).all():
-        return None
-    # Without the rounding errors of this batch: a resumed run measures on another.
-    rounded = [float(f"{value:.4g}") for value in weights.values.flat]
-    weights.values = np.array(rounded).reshape(weights.values.shape)
-    if not _agrees(trial, weights, classes, multi_label):
-        return None
-    return weights
+    trial = LossTrial(*settings, least_labels=LEAST_LABELS)
+    weights = None
+    if trial.can_find_weights:
+        weights = _of_binary_labels(trial) if trial.is_multi_label else _of_classes(trial)
+    if weights is not None and (np.isfinite(weights.values) & (weights.values > 0)).all():
+        # Without the rounding errors of this batch: a resumed run measures on another.
+        rounded = [float(f"{value:.4g}") for value in weights.values.flat]
+        weights.values = np.array(rounded).reshape(weights.values.shape)
+        if trial.is_cross_entropy(weights):
+            return weights
+
+    raise unmeasurable("a loss that is no cross-entropy, weighted or not")
 
 
-class _Trial:
-    """Calls a loss on labels of our own."""
+class LossTrial:
+    """Calls a task loss on labels of our own, and compares it with a (binary) cross-entropy.
 
-    def __init__(self, task: TaskLoss, inputs: Mapping[str, Any], name: str):
-        counted = int(inputs[name].ne(IGNORE_INDEX).sum())
-        repeats = max(2, -(-LEAST_LABELS // max(1, counted)))
+    As [`find_class_weights`]; `least_labels` are the labels that it takes at least, of rows repeated.
+    """
+
+    def __init__(
+        self,
+        task: TaskLoss,
+        inputs: Mapping[str, Any],
+        classes: int,
+        is_multi_label: bool,
+        label_smoothing: float,
+        least_labels: int,
+    ):
+        self._task = task
+        self._name, *_ = names_of_labels(inputs, task.label_names)
+        self._label_smoothing = label_smoothing
+        self.is_multi_label = is_multi_label
+        self.classes = classes
+        self._most = MOST_FORWARD if task.loss_fn is None else FEW_CLASSES  # classes to try
+        # The weights of a vocabulary are not looked for.
+        self._is_vocabulary = inputs[self._name].dim() > 1 and classes > FEW_CLASSES
+
+        counted = int(inputs[self._name].ne(IGNORE_INDEX).sum())
+        repeats = math.ceil(least_labels / max(1, counted))
 
         def repeated(value):
-            if not value.dim():
-                return value
-            return value.repeat_interleave(repeats, 0)
+            return value.repeat_interleave(repeats, 0) if value.dim() else value
 
-        self._task = task
-        self._name = name
         self._inputs = map_tensors(repeated, dict(inputs))
-        self._outputs = None  # that a custom loss is tried on
-        self.counted = self._inputs[name] != IGNORE_INDEX
+        self._custom_outputs = None  # on which a custom loss is tried
+        self.labels = self._inputs[self._name]
+        self.counted = self.labels != IGNORE_INDEX
 
     @property
-    def labels(self) -> torch.Tensor:
-        return self._inputs[self._name]
+    def can_find_weights(self) -> bool:
+        """Whether each class can be tried; a label smoother knows no weights."""
+        return self._task.smoother is None and self.classes <= self._most
 
-    def __call__(self, labels: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """The loss, and the logits and labels that it compares."""
-        batch = {**self._inputs, self._name: labels}
+    def is_cross_entropy(self, weights: ClassWeights | None = None) -> bool:
+        """Whether the loss is the cross-entropy with these weights, as far as it is tried."""
+        return all(self._is_equal(labels, weights) for labels in self._labels_to_try())
+
+    def losses(self, labels: torch.Tensor) -> tuple[float, np.ndarray, np.ndarray]:
+        """The loss on labels of classes, the unweighted cross-entropy of each that counts, and these; `[items]`."""
+        loss, logits, labels = self.call(torch.where(self.counted, labels, IGNORE_INDEX))
+        return float(loss), *self._cross_entropies(logits, labels)
+
+    def call(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The loss on `labels`, and the logits and labels that it compares."""
+        batch = {**self._inputs, self._name: labels.to(self.labels)}
+        items = None
         if self._task.loss_fn is None:
             outputs = self._model_outputs(batch)
-            loss = self._task(outputs, batch, None)
         else:
-            if self._outputs is None:
-                self._outputs = _far_apart(self._model_outputs(batch))
-            outputs = self._outputs
-            loss = self._task(outputs, batch, self._task.count(batch))
-        return float(loss), *self._task.predictions(outputs, batch)
+            items = self._task.count(batch)
+            if self._custom_outputs is None:
+                self._custom_outputs = _far_apart(self._model_outputs(batch))
+            outputs = self._custom_outputs
 
-    def _model_outputs(self, batch):
+        try:
+            loss = self._task(outputs, batch, items)
+        except TypeError:  # it is no loss at all, whatever f_0 is
+            raise
+        except Exception as error:
+            raise unmeasurable(
+                f"a custom loss that fails on logits of its own ({error})"
+            ) from error
+        return loss, *self._task.predictions(outputs, batch)
+
+    def _labels_to_try(self) -> Iterator[torch.Tensor]:
+        """Several classes at once, since in the mean over one class its weight cancels."""
+        if self.is_multi_label:
+            yield self.labels
+            yield torch.ones_like(self.labels)  # a weight of any class shows
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(3):
+                yield torch.randint(2, self.labels.shape, generator=generator)
+        elif self._is_vocabulary:
+            yield self.labels
+        else:
+            places = (self.counted.flatten().cumsum(0) - 1).view_as(self.counted)
+            # The next labels begin with the last class of those before.
+            step = max(1, int(self.counted.sum()) - 1)
+            for first in range(0, min(self.classes, self._most), step):
+                yield torch.where(self.counted, (places + first) % self.classes, IGNORE_INDEX)
+
+    def _is_equal(self, labels: torch.Tensor, weights: ClassWeights | None) -> bool:
+        loss, logits, labels = self.call(labels)
+        if self.is_multi_label:
+            losses = binary_terms(logits, labels)  # [2, rows, classes]
+            if weights is not None:
+                losses = weights.values[:, None] * losses
+            divisor = labels.numel()
+        else:
+            losses, labels = self._cross_entropies(logits, labels)  # [items]
+            divisor = len(losses)
+            if weights is not None:
+                of_labels = weights.values[labels]
+                losses = of_labels * losses
+                divisor = of_labels.sum() if weights.divides else divisor
+
+        expected = losses.sum() / divisor
+        tolerance = TOLERANCE if weights is None else WEIGHTED_TOLERANCE
+        if loss.dtype.itemsize < 4:
+            tolerance = HALF_PRECISION_TOLERANCE
+        # One that is no number, as of a batch without labels, says nothing.
+        return not abs(float(loss) - expected) > tolerance * expected
+
+    def _cross_entropies(
+        self, logits: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        counts = labels != IGNORE_INDEX
+        labels = labels[counts]
+        losses = F.cross_entropy(
+            logits[counts].float(),
+            labels,
+            reduction="none",
+            label_smoothing=self._label_smoothing,
+        )
+        return losses.double().cpu().numpy(), labels.cpu().numpy()
+
+    def _model_outputs(self, batch: Mapping[str, Any]) -> Any:
         with probing(self._task.model):
             return self._task.model(**self._task.model_inputs(batch))
+
+
+def binary_terms(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+    """The unweighted losses of labels that are 0, and of those that are 1; float64 `[2, rows, classes]`."""
+    logits = logits.double()
+    labels = labels.double()
+    terms = torch.stack([(1 - labels) * F.softplus(logits), labels * F.softplus(-logits)])
+    return terms.cpu().numpy()
 
 
 def _far_apart(outputs: Any) -> ModelOutput:
@@ -117,46 +226,36 @@ def _far_apart(outputs: Any) -> ModelOutput:
     return ModelOutput(logits=3 * numbers.sin())
 
 
-def _of_classes(trial: _Trial, classes: int) -> ClassWeights | None:
+def _of_classes(trial: LossTrial) -> ClassWeights | None:
     """From batches of one class, and where its weight cancels in them, of two."""
-    alone = np.ones(classes)
-    for label in range(classes):
-        loss, losses, _ = _losses(trial, torch.full_like(trial.labels, label))
+    alone = np.ones(trial.classes)
+    for label in range(trial.classes):
+        loss, losses, _ = trial.losses(torch.full_like(trial.labels, label))
         alone[label] = loss / losses.mean()
 
-    if not np.allclose(alone, 1, rtol=TOLERANCE):
+    if not np.allclose(alone, 1, rtol=WEIGHTED_TOLERANCE):
         return ClassWeights(alone)
 
     place = (trial.counted.flatten().cumsum(0) - 1).view_as(trial.counted)
-    values = np.ones(classes)
-    for label in range(1, classes):
-        loss, losses, labels = _losses(trial, torch.where(place % 2 == 0, label, 0))
-        first = losses[labels == 0]
-        other = losses[labels == label]
+    values = np.ones(trial.classes)
+    for label in range(1, trial.classes):
+        loss, losses, labels = trial.losses(torch.where(place % 2 == 0, label, 0))
+        of_first = losses[labels == 0]
+        of_label = losses[labels == label]
         # loss (w n + n_0) = w sum + sum_0
-        difference = loss * len(other) - other.sum()
-        if abs(difference) < 1e-4 * len(other):  # whatever the weight, the loss would be the same
+        difference = loss * len(of_label) - of_label.sum()
+        if abs(difference) < 1e-4 * len(of_label):  # whatever the weight, the loss is the same
             return None
-        values[label] = (first.sum() - loss * len(first)) / difference
+        values[label] = (of_first.sum() - loss * len(of_first)) / difference
 
     return ClassWeights(values, divides=True)
 
 
-def _losses(trial: _Trial, labels: torch.Tensor) -> tuple[float, np.ndarray, np.ndarray]:
-    """The loss on the labels, and the unweighted losses of those that count, with these; each `[items]`."""
-    labels = torch.where(trial.counted, labels, IGNORE_INDEX).to(trial.labels)
-    loss, logits, labels = trial(labels)
-    labelled = labels != IGNORE_INDEX
-    labels = labels[labelled]
-    losses = F.cross_entropy(logits[labelled].double(), labels, reduction="none")
-    return loss, losses.cpu().numpy(), labels.cpu().numpy()
-
-
-def _of_binary_labels(trial: _Trial, classes: int) -> ClassWeights | None:
+def _of_binary_labels(trial: LossTrial) -> ClassWeights | None:
     """From the equations of batches in which one label of a class is 1, in some rows or in all."""
     zeros = torch.zeros_like(trial.labels)
     patterns = [zeros]
-    for label in range(classes):
+    for label in range(trial.classes):
         everywhere = zeros.clone()
         everywhere[:, label] = 1
         somewhere = zeros.clone()
@@ -166,52 +265,11 @@ def _of_binary_labels(trial: _Trial, classes: int) -> ClassWeights | None:
     equations = []
     totals = []
     for pattern in patterns:
-        loss, logits, labels = trial(pattern)
-        terms = _binary_terms(logits, labels)  # [2, rows, classes]
-        equations.append(terms.sum(axis=1).ravel())
-        totals.append(loss * labels.numel())
+        loss, logits, labels = trial.call(pattern)
+        equations.append(binary_terms(logits, labels).sum(axis=1).ravel())
+        totals.append(float(loss) * labels.numel())
 
     solution, _, rank, _ = np.linalg.lstsq(np.array(equations), np.array(totals))
-    if rank < 2 * classes:
+    if rank < 2 * trial.classes:
         return None
-    return ClassWeights(solution.reshape(2, classes))
-
-
-def _binary_terms(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    """The unweighted losses of labels that are 0, and of those that are 1; float64 `[2, rows, classes]`."""
-    logits = logits.double()
-    labels = labels.double()
-    terms = torch.stack([(1 - labels) * F.softplus(logits), labels * F.softplus(-logits)])
-    return terms.cpu().numpy()
-
-
-def _agrees(trial: _Trial, weights: ClassWeights, classes: int, multi_label: bool) -> bool:
-    """Whether the loss is that of these weights on other labels, too."""
-    values = 2 if multi_label else classes
-    weighted_loss = _weighted_binary_loss if multi_label else _weighted_loss
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        labels = torch.randint(values, trial.labels.shape, generator=generator).to(trial.labels)
-        loss, expected = weighted_loss(trial, labels, weights)
-        if not np.isclose(loss, expected, rtol=TOLERANCE):
-            return False
-    return True
-
-
-def _weighted_binary_loss(
-    trial: _Trial, labels: torch.Tensor, weights: ClassWeights
-) -> tuple[float, float]:
-    """The loss on the labels, and what it would be with these weights."""
-    loss, logits, labels = trial(labels)
-    terms = weights.values[:, None] * _binary_terms(logits, labels)
-    return loss, terms.sum() / labels.numel()
-
-
-def _weighted_loss(
-    trial: _Trial, labels: torch.Tensor, weights: ClassWeights
-) -> tuple[float, float]:
-    """As `_weighted_binary_loss`, of labels that are classes."""
-    loss, losses, labels = _losses(trial, labels)
-    of_labels = weights.values[labels]
-    divisor = of_labels.sum() if weights.divides else len(losses)
-    return loss, (of_labels * losses).sum() / divisor
+    return ClassWeights(solution.reshape(2, trial.classes))

@@ -66,10 +66,12 @@ def arms(depth: int) -> dict[str, dict]:
             "callbacks": [InTurn],
         },
     }
+
     for layer in range(1, depth):
-        cut = {"objective": "erm", "keep": layer}
-        chosen[f"cut {layer}"] = cut
-        chosen[f"cut {layer}, same compute"] = {**cut, "longer": depth / layer}
+        chosen[f"cut {layer}"] = {"objective": "erm", "keep": layer}
+        longer = {"objective": "erm", "keep": layer, "longer": depth / layer}
+        chosen[f"cut {layer}, same compute"] = longer
+
     return chosen
 
 
@@ -85,19 +87,23 @@ def train(task: str, options: argparse.Namespace, settings: dict, rate: float, s
     settings = dict(settings)
     keep = settings.pop("keep", None)
     longer = settings.pop("longer", 1.0)
+
     made(task, options)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
     model, (rows, select, report), config, extra = made(task, options)
     if keep is not None:
         model = truncate(model, keep)
+
     steps = 4 if options.smoke else tasks.STEPS[task]
-    shared = {
-        "learning_rate": rate,
-        "per_device_train_batch_size": tasks.BATCH[task],
-        "max_steps": round(steps * longer),
-        "seed": seed,
-    }
-    trainer, seconds = fit(model, rows, {**config, **shared, **settings}, **extra)
+    config.update(
+        learning_rate=rate,
+        per_device_train_batch_size=tasks.BATCH[task],
+        max_steps=round(steps * longer),
+        seed=seed,
+    )
+    config.update(settings)
+    trainer, seconds = fit(model, rows, config, **extra)
+
     measure = {
         "gamma": config.get("noise_gamma", 0.0),
         "metric": "rmse" if task == "denoiser" else "accuracy",
@@ -125,14 +131,18 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, float, int, dict]]:
         key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
         return finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed))
 
-    for arm in options.arms or chosen:
+    wanted = chosen if options.arms is None else options.arms
+    rates = RATES[options.task] if options.rates is None else options.rates
+    for arm in wanted:
         losses = {}
-        for rate in options.rates or RATES[options.task]:
+        for rate in rates:
             result = run(arm, rate, first)
             losses[rate] = last_loss(result)
             yield arm, rate, first, result
+
         for rate in sorted(losses, key=losses.get):
             results = [run(arm, rate, seed) for seed in others]
+
             for seed, result in zip(others, results):
                 yield arm, rate, seed, result
             if all(last_loss(result) < BROKEN * losses[rate] for result in results):

@@ -61,6 +61,7 @@ def kept_states(model, batches: list[dict], gaps: list[int], file: Path) -> list
     there."""
     if file.exists():
         return torch.load(file, weights_only=True)
+
     states = []
     seen = {}
 
@@ -69,14 +70,17 @@ def kept_states(model, batches: list[dict], gaps: list[int], file: Path) -> list
 
     hooks = [model.model.norm.register_forward_hook(keep("hidden"))]
     hooks += [model.model.layers[gap - 1].register_forward_hook(keep(gap)) for gap in gaps]
+
     with torch.no_grad():
         for batch in batches:
             model.model(batch["input_ids"], batch["attention_mask"], use_cache=False)
             states.append(dict(seen))
             if len(states) % 10 == 0:
                 print(f"{len(states)} of {len(batches)} batches read", flush=True)
+
     for hook in hooks:
         hook.remove()
+
     torch.save(states, file)
     return states
 
@@ -115,6 +119,7 @@ def measured(models: dict, batches: list[dict]) -> dict[str, dict]:
         labels = batch["labels"][:, 1:]
         kept = labels != -100
         tokens += int(kept.sum())
+
         for name, model in models.items():
             logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1][kept]
             chosen = logits.argmax(-1)
@@ -122,6 +127,7 @@ def measured(models: dict, batches: list[dict]) -> dict[str, dict]:
                 usual = chosen
             losses[name] += float(cross_entropy(logits, labels[kept], reduction="sum"))
             agreed[name] += int((chosen == usual).sum())
+
     return {
         name: {
             "loss": losses[name] / tokens,
@@ -139,6 +145,7 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
     tokenizer.padding_side = "right"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+
     collator = DataCollatorForSeq2Seq(tokenizer)
     folder = Path(options.alpaca)
     train = rows_of(folder / "train.parquet", tokenizer, options.rows, options.length)
@@ -212,7 +219,8 @@ def main(argv: list[str] | None = None) -> None:
     layers = layers_in(options.layers)
     names = ("rows", "test_rows", "length", "steps", "rate", "token_fraction", "seed")
     settings = {name: getattr(options, name) for name in names}
-    settings |= {"model": Path(options.model).name, "layers": spans(layers)}
+    settings["model"] = Path(options.model).name
+    settings["layers"] = spans(layers)
     result = Runs(options.output).get(settings, lambda: run(options, layers))
     for name in ("whole", "before", "after"):
         print(name, result[name], flush=True)

@@ -26,7 +26,7 @@ SERVED = """
   python convert_hf_to_gguf.py {draft} --outfile draft.gguf && llama-server -m draft.gguf"""
 # vLLM 0.33.0 and SGLang 0.5.23 parse them; llama.cpp 0c1e570 decodes with the two files and these options.
 DRAFTING = """
-As a draft of the whole model, whose text stays what it is:
+As a draft of the whole model, whose text stays what it is (measure whether it is faster):
   whole.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))
   vllm serve {whole} --speculative-config \\
     '{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": 4}}'

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.hf_argparser import HfArg
 
@@ -99,6 +100,10 @@ class ExitArguments:
             if self.fewest_layers is None:
                 raise ValueError(
                     f"`heal` is {self.heal!r}, and no layers are left out: give `fewest_layers`."
+                )
+            if torch.cuda.device_count() > 1:
+                raise ValueError(
+                    f"`heal` is {self.heal!r}, and several GPUs are visible: set `CUDA_VISIBLE_DEVICES=0`."
                 )
             empty_folder("heal", self.heal)
 
@@ -214,8 +219,9 @@ def _healed(
     if processing is None:
         processing = _processing(name, model)
 
+    dtype = model.dtype
     trainer = HealingTrainer(
-        model,
+        model.float(),  # the small steps of the optimizer would be lost in 16 bits
         training,
         layers=layers,
         train_all=layers[-1] == len(layers),  # no layer follows those that are left out
@@ -224,6 +230,7 @@ def _healed(
         processing_class=processing,
     )
     trainer.train()
+    trainer.model.to(dtype)
     trainer.save_model()
     return trainer.model
 

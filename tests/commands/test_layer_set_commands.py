@@ -230,7 +230,7 @@ def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows
 
 @pytest.mark.parametrize("form", ["text_file", "instructions"])
 def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_path, monkeypatch):
-    model = spread(llama(num_layers=LAYERS)).eval()
+    model = spread(llama(num_layers=LAYERS)).to(torch.bfloat16).eval()
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     rows = [
@@ -244,6 +244,7 @@ def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_p
 
     def record(trainer):
         seen["rows"] = trainer.train_dataset
+        seen["dtype"] = trainer.model.dtype
         return training(trainer)
 
     monkeypatch.setattr(HealingTrainer, "train", record)
@@ -256,6 +257,7 @@ def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_p
     profile = LayerSetProfile.from_json(str(tmp_path / "model" / "layer_sets.json"))
     short = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
     assert short.config.num_hidden_layers == 2 and profile.healed == [False, True]
+    assert seen["dtype"] == torch.float32 and short.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -265,6 +267,7 @@ def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_p
         (["--heal", ".", "--fewest_layers", "2"], "`heal` '.' is not empty; name another"),
         (["--heal", "healed", *HEALING[:-1], "4"], "no layer is left out"),
         (["--heal", "healed", "--fewest_layers", "2"], "give a file like that by `train_file`"),
+        (["--heal", "healed", "--fewest_layers", "2"], "several GPUs are visible"),
     ],
 )
 def test_what_cannot_be_healed_is_refused(words, reason, tmp_path, monkeypatch):
@@ -273,6 +276,8 @@ def test_what_cannot_be_healed_is_refused(words, reason, tmp_path, monkeypatch):
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(4)])
     train = ["--train_file", data] if reason == "no layer is left out" else []
+    if "GPUs" in reason:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=reason):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", data, *train, *words])
     assert not (tmp_path / "healed").exists()

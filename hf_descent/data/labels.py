@@ -139,7 +139,7 @@ def missing_labels(rows: Dataset, split: str, column: str) -> dict[int, str]:
 def _no_label(value: Any, is_named: bool) -> str | None:
     is_nan = isinstance(value, float | Decimal) and math.isnan(value)
     if value is None or is_nan:  # both are None in a json column of several types
-        return "null or NaN"
+        return "no value or NaN"
     if isinstance(value, str) and not value.strip():
         return "blank"
     if is_named and value == -1:
@@ -244,8 +244,9 @@ class LabelColumn:
             return self.labels
 
         names = {(type(label), label): class_name(label, has_numbers) for label in self.distinct}
-        if named is not None and not set(names.values()) <= set(named):
-            names |= named_labels(self.distinct, named)
+        is_known = named is None or set(names.values()) <= set(named)
+        if not is_known and self.are_named_by(named):
+            names = named_labels(self.distinct, named)
         return [names[type(label), label] for label in self.labels]
 
 

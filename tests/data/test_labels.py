@@ -189,6 +189,7 @@ def test_json_values_of_several_types(tmp_path):
         ([0, 1], NAMED, [True, False], None, None),  # no numbers of classes with other names
         ([0, 1], NAMED, ["true", "false"], None, None),
         ([0, 1], NAMED, ["neg", "true"], None, None),
+        ([0, 1], NAMED, ["neg", "1"], None, None),
         ([True, False], None, [1, 0], NAMED, None),
         ([0, 1], ClassLabel(names=["true", "false"]), [True, False], None, ["true", "false"]),
         ([1, 0], ClassLabel(names=["no", "TRUE", "false"]), [True], None, ["TRUE"]),
@@ -227,11 +228,11 @@ def test_labels_beside_a_class_label(tmp_path, train, train_kind, test, test_kin
 @pytest.mark.parametrize(
     ("labels", "kind", "report"),
     [
-        ([1.0, float("nan"), 0.0, None], pyarrow.float64(), "null or NaN: 2; rows 2, 4"),
-        ([True, None, False, None], None, "null or NaN: 2; rows 2, 4"),
-        ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, null or NaN: 1; rows 2, 4"),
+        ([1.0, float("nan"), 0.0, None], pyarrow.float64(), "no value or NaN: 2; rows 2, 4"),
+        ([True, None, False, None], None, "no value or NaN: 2; rows 2, 4"),
+        ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, no value or NaN: 1; rows 2, 4"),
         (["x", "", "y", "  "], None, "blank: 2; rows 2, 4"),
-        ([Decimal("1"), None, Decimal("0"), None], None, "null or NaN: 2; rows 2, 4"),
+        ([Decimal("1"), None, Decimal("0"), None], None, "no value or NaN: 2; rows 2, 4"),
     ],
 )  # fmt: skip
 def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels, kind, report):
@@ -344,7 +345,7 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
             None,
             "A label is '0.0.*1' .*, which is no class",
         ),
-        ([None, None], None, r"no row with a value of `label` \(null or NaN: 2\)"),
+        ([None, None], None, r"no row with a value of `label` \(no value or NaN: 2\)"),
         ([-1, -1], NAMED, r"no row with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
         ([True, True], None, "all of one class"),
@@ -391,7 +392,7 @@ def test_a_list_as_the_label_of_one_json_row_is_refused(tmp_path, label):
 def test_not_a_number_in_json_is_no_label(tmp_path, caplog, others):
     rows = load(write(tmp_path / "rows.jsonl", [*others, float("nan")]))["test"]
     assert len(rows) == 2
-    assert "they are without `label` (null or NaN: 1; row 3)" in caplog.text
+    assert "they are without `label` (no value or NaN: 1; row 3)" in caplog.text
 
 
 def test_one_list_among_json_labels_is_refused(tmp_path):

@@ -183,7 +183,9 @@ def _check_line(cells: list[str], number: int, width: int, layout: CsvLayout) ->
         raise ValueError(
             f"{place}, and lines above have {width}; {remedy}, or give all lines as many separators"
         )
-    if count > 1 and tuple(map(str.strip, cells)) == layout.names:
+    # A file that was put behind another may begin with a byte order mark.
+    values = tuple(cell.removeprefix("\ufeff").strip() for cell in cells)
+    if count > 1 and values == layout.names:
         raise ValueError(
             f"line {number} repeats the names of the columns, as where files were joined; delete it"
         )

@@ -4,9 +4,8 @@ import json
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
-from functools import partial
 from typing import Any
 
 from datasets import Dataset, Features, Json, Value
@@ -28,7 +27,11 @@ class RoundedFloat(float):
 
 
 class RepeatedKeys(dict):
-    """An object that has several values of a key in the file; it keeps the last."""
+    """An object that has several values of the keys `repeated` in the file; it keeps the last of each."""
+
+    def __init__(self, value: dict, repeated: Collection[str]):
+        super().__init__(value)
+        self.repeated = repeated
 
 
 def load_json(path: str, columns: Sequence[str]) -> Dataset:
@@ -100,12 +103,13 @@ def json_rows(
 def json_objects(path: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of a json file: its lines, or the members or columns of its one value. ValueError naming a row that is
     no object."""
-    read_rows = _lines if _has_lines(path) else _members
-    for number, row in enumerate(read_rows(path, columns), start=1):
+    rows = _lines(path) if _has_lines(path) else _members(path, columns)
+    for number, row in enumerate(rows, start=1):
         if isinstance(row, str):  # a list of texts
             row = {"text": row}
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is {reprlib.repr(row)}, which is no object")
+        _check_keys(row, columns)
         yield row
 
 
@@ -125,13 +129,13 @@ def _has_lines(path: str) -> bool:
         return False
 
 
-def _lines(path: str, columns: Sequence[str]) -> Iterator[Any]:
+def _lines(path: str) -> Iterator[Any]:
     with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                yield _parse(line, columns)
+                yield _parse(line)
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
 
@@ -139,12 +143,13 @@ def _lines(path: str, columns: Sequence[str]) -> Iterator[Any]:
 def _members(path: str, columns: Sequence[str]) -> list[Any]:
     """The rows of a file that is one value: its members, its columns, or the object that it is."""
     with open_text(path) as file:
-        value = _parse(file.read(), columns)
+        value = _parse(file.read())
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
         raise ValueError("it holds neither rows nor columns")
 
+    _check_keys(value, columns)
     used = {name: value[name] for name in columns if name in value}
     if columns and not used:
         raise ValueError(
@@ -190,22 +195,25 @@ def _rows_of_columns(table: dict[str, list | dict]) -> list[dict[str, Any]]:
     return [dict(zip(table, values)) for values in zip(*columns)]
 
 
-def _parse(text: str, columns: Sequence[str]) -> Any:
-    return json.loads(
-        text, object_pairs_hook=partial(_object, columns), parse_float=_number_with_point
-    )
+def _parse(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_object, parse_float=_number_with_point)
 
 
-def _object(columns: Sequence[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of json; ValueError where one of `columns` has two values, of which only the last would be kept."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) == len(pairs):
         return value
     times = Counter(name for name, _ in pairs)
+    return RepeatedKeys(value, {name for name, count in times.items() if count > 1})
+
+
+def _check_keys(value: dict, columns: Sequence[str]) -> None:
+    """ValueError where the file has several values of one of `columns`, of which only the last would be kept."""
+    if not isinstance(value, RepeatedKeys):
+        return
     for name in columns:
-        if times[name] > 1:
+        if name in value.repeated:
             raise ValueError(f"an object has two values of {name!r}")
-    return RepeatedKeys(value)
 
 
 def _number_with_point(text: str) -> float:

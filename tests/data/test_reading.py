@@ -194,7 +194,7 @@ def test_unused_columns_do_not_matter(tmp_path):
     rows = [{"text": "a", "label": 1, "x": 1}, {"text": "b", "label": 0, "x": {"y": [None, "z"]}}]
     assert read(write_lines(tmp_path / "rows.jsonl", rows))["label"][:] == [1, 0]
     (tmp_path / "twice.jsonl").write_text(
-        '{"label": 1, "x": {"y": 1, "y": 1e-400}, "z": "\\ud83d"}'
+        '{"label": 1, "x": {"y": 1, "y": 1e-400, "label": 1, "label": 2}, "z": "\\ud83d"}'
     )
     assert read(tmp_path / "twice.jsonl")["label"][:] == [1]
 
@@ -392,6 +392,7 @@ def test_long_texts_are_read(tmp_path):
             "row 1 has the value .* several lines, most",
         ),
         ("rows.csv", "text,label\na,1\ntext, label\nb,0\n", "line 3 repeats the names of the col"),
+        ("rows.csv", "text,label\na,1\n\ufefftext,label\nb,0\n", "line 3 repeats the names"),
         ("rows.csv", "text,label\na,1\n".encode("utf-16-le"), "null character.* not in UTF-8"),
         ("rows.csv", gzip.compress(b"text,label\na,1\n", mtime=0), "let its name end in .gz"),
         ("rows.jsonl.gz", gzip.compress(b"", mtime=0), "it is empty"),

@@ -409,6 +409,11 @@ class DescentArguments:
         return PATHS[0] if self.descent_alpha == "auto" else self.descent_alpha
 
     @property
+    def states_constraints(self) -> bool:
+        """Whether constraints were asked for, rather than left at their default."""
+        return self.descent_alpha is not None or bool(self.exit_targets or self.loss_targets)
+
+    @property
     def follows(self) -> bool:
         """Whether the constraints follow the loss of the last layer."""
         return self.layer_rows in PATHS

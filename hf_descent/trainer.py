@@ -29,7 +29,9 @@ from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .evaluation.side_by_side import SideBySide
 from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
+from .losses.chance import chance_of
 from .models import give_linear_readout
+from .readout.replay import probing
 from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
@@ -117,10 +119,15 @@ class DescentMixin:
 
     def _add_callbacks(self) -> None:
         """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs none."""
+        checks.check_targeted_layers(self)
+        if self._judges_plain_training:
+            with checks.for_verdicts():
+                checks.check_judged(self, super().compute_loss)
         if not self._reads_layers:
-            checks.check_targeted_layers(self)
             return
+
         checks.check_supported(self, super().compute_loss)
+        preparation.leave_compilation_to_layers(self)
         callback = DescentCallback(
             before_training=self._prepare_finished,
             after_step=self._after_optimizer_step,
@@ -146,6 +153,13 @@ class DescentMixin:
     @property
     def _reads_layers(self) -> bool:
         return self._readout is not None or not self.args.objective_class.is_plain
+
+    @property
+    def _judges_plain_training(self) -> bool:
+        """Whether evaluations of plain training read the layers, to judge or to choose by them."""
+        if self._reads_layers:
+            return False
+        return self.args.states_constraints or checks.chooses_by_layers(self)
 
     @property
     def _stock_scaling_is_right(self) -> bool:
@@ -200,16 +214,21 @@ class DescentMixin:
         """f_L of a batch; the losses of all layers are added to those of the evaluation."""
         if not self._is_labelled(inputs):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        sample_key = None  # all tokens
-        # An evaluation during training reads a sample of the tokens, drawn by this key.
-        if self._run.evaluation.in_training_loop:
-            sample_key = (self.args.process_index, self._run.totals.batches)
         layers = self._run.known_objective().layers
-        losses = layers.evaluation_losses(model, inputs, keep_logits=return_outputs, key=sample_key)
+        losses = layers.evaluation_losses(
+            model, inputs, keep_logits=return_outputs, key=self._sample_key
+        )
         self._run.add_batch(losses, inputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         loss = torch.where(losses.items > 0, losses.means[-1], torch.nan)
         return (loss, losses.outputs) if return_outputs else loss
+
+    @property
+    def _sample_key(self) -> tuple[int, int] | None:
+        """An evaluation in training reads a sample of the tokens, drawn by this key; any other all of them."""
+        if not self._run.evaluation.in_training_loop:
+            return None
+        return (self.args.process_index, self._run.totals.batches)
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Trainer's own loss; scaled right where Trainer's is not."""
@@ -287,6 +306,8 @@ class DescentMixin:
     def _has_to_find_out(self, model: nn.Module) -> bool:
         if self._reads_layers:
             return not self._run.reads(model)
+        if self._judges_plain_training and not self._run.reads(model):
+            return True
 
         # Trainer itself counts the labels of plain training, which takes their shift.
         is_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
@@ -304,6 +325,8 @@ class DescentMixin:
         elif is_labelled:
             finds_items = not self._stock_scaling_is_right
             self._run.find_task(self, model, inputs, finds_items)
+            if self._judges_plain_training:
+                self._run.find_plain_layers(self, model, inputs)
         if self._run.task is not None:
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._run.task.shifts_labels
@@ -368,19 +391,14 @@ class DescentMixin:
         return loss
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
-        loop = partial(super().evaluation_loop, dataloader, description, *args, **kwargs)
-        if not self._reads_layers and description != "Evaluation":
-            return loop(metric_key_prefix=metric_key_prefix)
+        self._run.begin_evaluation()
+        output = super().evaluation_loop(
+            dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+        )
+        if not (self._reads_layers or self._judges_plain_training):
+            return output
 
-        reads_beside = contextlib.nullcontext()
-        if self._reads_layers:
-            self._run.begin_evaluation()
-        else:
-            reads_beside = self._run.beside_evaluation(self, super().compute_loss)
-        with reads_beside:
-            output = loop(metric_key_prefix=metric_key_prefix)
-
-        if self._reads_layers and not output.num_samples:
+        if not output.num_samples:
             raise ValueError(
                 "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
             )
@@ -390,8 +408,8 @@ class DescentMixin:
     def _judge(self, metrics: dict[str, Any], prefix: str) -> None:
         """Add to the metrics of an evaluation those of the layers, and keep its verdict."""
         run = self._run
-        if not self._reads_layers:
-            run.judge_beside()
+        if self._judges_plain_training and run.layers is not None:
+            run.judge_plain(self, run.layers.num_layers, chance_of(run.totals.labels))
         if run.judge is None:
             return
 
@@ -423,7 +441,8 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         is_labelled = self._is_labelled(inputs)
-        if is_labelled and not self._stock_scaling_is_right and self._has_to_find_out(model):
+        needs_facts = self._judges_plain_training or not self._stock_scaling_is_right
+        if is_labelled and needs_facts and self._has_to_find_out(model):
             self._find_out(model, preparation.prepared(self, inputs))
 
         if self._reads_layers:
@@ -434,8 +453,8 @@ class DescentMixin:
 
         if not self._reads_layers:
             prediction = predict()
-            if self._run.beside is not None:
-                self._run.beside.read(model, inputs)
+            if is_labelled and self._judges_plain_training:
+                self._read_beside(model, inputs)
             return prediction
 
         if is_labelled:
@@ -445,6 +464,17 @@ class DescentMixin:
         inputs = self._prepare_inputs(inputs)
         with evaluation.read_by(self._readout, self._run.readout, model, inputs):
             return predict()
+
+    def _read_beside(self, model, inputs) -> None:
+        """Read the layers of plain training on a batch, after Trainer, whose numbers and random draws stay."""
+        own_rows = evaluation.rows_counted_once(self, inputs)
+        inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
+        with probing(unwrapped(model)), self.compute_loss_context_manager():
+            losses = self._run.layers.evaluation_losses(
+                model, inputs, keep_logits=False, key=self._sample_key
+            )
+            if own_rows != 0:
+                self._run.add_batch(losses, inputs)
 
     def _measured_prediction(self, predict, model, inputs, prediction_loss_only):
         """The prediction of a batch, whose layer losses are added to those of the evaluation."""
@@ -522,7 +552,9 @@ class DescentMixin:
             profile.references = earlier_last_layer(self, references, self._run.has_started)
 
         if self._run.judge is None and "problem" not in kwargs:
-            self._run.judge_profile(self, profile)
+            self._run.judge_plain(self, len(profile.losses), profile.chance)
+            if self.problem is not None:
+                profile.problem = self.problem.state_dict()
         if profile.problem is not None:
             overlaps_training = self._overlaps_training(rows)
             plain_loss = plain_loss_of(self, profile, rows, self._run.has_started, self._readout)

@@ -55,7 +55,6 @@ class DualState:
         chance (`float`, *optional*): the estimated loss of the best constant prediction, where it is known.
         device (`torch.device`): where the losses arrive.
         held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
-        constant ([`ChanceLoss`], *optional*): measures the loss at chance of other data.
     """
 
     def __init__(
@@ -67,14 +66,12 @@ class DualState:
         chance: float | None = None,
         device: torch.device | str = "cpu",
         held_out: "HeldOutRows | None" = None,
-        constant: Any = None,
     ):
         self.args = args
         self.num_layers = num_layers
         self.max_steps = max_steps
         self.device = torch.device(device)
         self.held_out = held_out
-        self.constant = constant
         self.objective = args.objective_class()
         self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance

@@ -1,6 +1,7 @@
 """What a run that reads its layers refuses, before any training time is spent."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import DynamoBackend
@@ -20,9 +21,31 @@ from .records import evaluation_sets, set_of_metric
 logger = get_logger(__name__)
 
 
+@contextmanager
+def for_verdicts() -> Iterator[None]:
+    """Within it, errors about the layers of plain training, which are read to judge them, say how to do without."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            "Evaluations of plain training read the layers where you state constraints (`descent_alpha`, "
+            "`exit_targets`, `loss_targets`) or choose the best model by them (`metric_for_best_model`): leave these "
+            f"out, for the layers cannot be read. {error}"
+        ) from error
+
+
+def check_judged(trainer: Trainer, loss_method) -> None:
+    """As [`check_supported`], of plain training whose evaluations read the layers."""
+    check_supported(trainer, loss_method)
+    own_method = type(trainer).compute_loss
+    if not own_method.__module__.startswith("hf_descent."):
+        _check_loss_method(own_method)
+    if trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError("The model is compiled: set `torch_compile=False`.")
+
+
 def check_supported(trainer: Trainer, loss_method) -> None:
     """ValueError where this run's layers cannot be read; `loss_method` is that of the class behind the mixin."""
-    check_targeted_layers(trainer)
     _check_loss_method(loss_method)
     _check_evaluation_sets(trainer)
     _check_fine_tuning(trainer)
@@ -105,8 +128,6 @@ def _check_compilation(trainer: Trainer) -> None:
             "`torch_compile=True` has no effect on layers that `gradient_checkpointing=True` runs: set one of them to "
             "`False`."
         )
-    # What follows the layers runs once per layer: `find_layers` compiles each layer by itself.
-    dynamo.backend = DynamoBackend.NO
 
 
 def _check_adapters(trainer: Trainer) -> None:
@@ -198,9 +219,15 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
         )
 
 
-def is_of_layers(metric: str) -> bool:
-    """Whether `metric`, with its prefix or without, is what an evaluation has only where it reads the layers."""
+def chooses_by_layers(trainer: Trainer) -> bool:
+    """Whether the best model is chosen by what an evaluation has only where it reads the layers."""
+    metric = trainer.args.metric_for_best_model
+    if metric is None:
+        return False
     name = metric.removeprefix("eval_")
+    set_name = set_of_metric(trainer.eval_dataset, metric)
+    if set_name is not None:
+        name = name.removeprefix(f"{set_name}_")
     return LAYER_LOSS.match(name) is not None or name in CONSTRAINT_METRICS
 
 

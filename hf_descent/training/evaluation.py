@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend, find_batch_size, slice_tensors
+from accelerate.utils import find_batch_size, slice_tensors
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
@@ -22,13 +22,9 @@ from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
 from ..evaluation.price import Reference, on_same_rows
 from ..losses.chance import ChanceLoss, chance_of
-from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..readout.labels import labels_of
-from ..readout.replay import Readout, probing
+from ..readout.replay import Readout
 from ..readout.stack import inner_model, unwrapped
-from .checks import check_supported, is_of_layers
-from .judging import chance_in_training, judging_state
-from .preparation import find_task, shared_batch
 from .records import EvaluationTotals, reduced
 
 
@@ -74,122 +70,6 @@ def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
         config = getattr(model, "config", None)
         keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"])
     return [*keys, "hidden_states", "encoder_hidden_states", "decoder_hidden_states"]
-
-
-class LayersBeside:
-    """The layers of plain training, read on each batch of an evaluation after Trainer, whose numbers and random draws
-    stay; those below the last on a sample of the tokens, as in training. Where they cannot be read, the log says why.
-
-    `loss_method` is as for `check_supported`.
-    """
-
-    def __init__(self, trainer: Trainer, loss_method: Callable):
-        self._trainer = trainer
-        self._loss_method = loss_method
-        self._layers: LayerLosses | None = None
-        self._has_looked = False  # for the layers, which may be none
-        # Of the training labels. Not in training, which a collator that draws by itself would make another.
-        self._chance: float | None = None
-        self._is_open = False
-        self._totals = EvaluationTotals()
-
-    @contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """One evaluation, inside which `read` reads batches."""
-        self._totals = EvaluationTotals()
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
-
-    def _find(self, model, inputs) -> LayerLosses | None:
-        trainer = self._trainer
-        has_own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
-        try:
-            if has_own_loss or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-                raise ValueError("its loss is overridden, or its model compiled.")
-            check_supported(trainer, self._loss_method)
-            inputs = shared_batch(inputs, trainer)
-            layers = find_layer_losses(
-                model,
-                inputs,
-                find_task(trainer, model, inputs),
-                token_fraction=trainer.args.readout_token_fraction,
-                seed=trainer.args.seed,
-            )
-            if layers.readout.stack.adds_images:
-                raise ValueError("batches with images could not be read.")
-            return layers
-        except Exception as error:  # of models and data of which plain training need not know
-            self._report_unread(error)
-            return None
-
-    def _report_unread(self, error: Exception) -> None:
-        """ValueError where this run needs what cannot be read; else a log, louder where targets are not judged."""
-        args = self._trainer.args
-        chosen_by = args.metric_for_best_model
-        if chosen_by is not None and is_of_layers(chosen_by):
-            raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, but the layers cannot be read: {error}"
-            ) from error
-
-        text = f"The evaluation of plain training leaves the layers out: {error}"
-        if args.exit_targets or args.loss_targets:
-            logger.warning(f"{text} So the targets are not judged.")
-        else:
-            logger.info(text)
-
-    def read(self, model, inputs) -> None:
-        """Read a batch of the present evaluation; every process calls it for each of its batches."""
-        if not self._is_open:
-            return
-        trainer = self._trainer
-        own_rows = rows_counted_once(trainer, inputs)
-        if not is_labelled(inputs, trainer.label_names):
-            return
-
-        inputs = trainer._prepare_inputs(inputs)
-        bare = unwrapped(model)
-        with probing(bare), trainer.compute_loss_context_manager():
-            is_another = self._layers is not None and not self._layers.readout.fits(bare)
-            if is_another or not self._has_looked:
-                self._layers = self._find(bare, inputs)
-                self._has_looked = True
-            layers = self._layers
-            if layers is None:
-                return
-
-            inputs = without_repeats(inputs, own_rows)
-            place = (trainer.args.process_index, self._totals.batches)
-            losses = layers.evaluation_losses(model, inputs, keep_logits=False, key=place)
-
-        if own_rows == 0:
-            return
-        labels = None
-        if layers.chance_loss is not None:
-            labels = layers.chance_loss.of_batch(layers.task, inputs)
-        self._totals = self._totals.plus(losses, labels)
-
-    @property
-    def totals(self) -> EvaluationTotals:
-        """What was read, in this process."""
-        return self._totals
-
-    def judging_state(self, is_trained: bool) -> DualState | None:
-        """The problem that the layers are judged by; `None` where they were not read. All processes call it.
-
-        `is_trained` says whether the trainer has trained the model or is at it.
-        """
-        layers = self._layers
-        if layers is None:
-            return None
-        if is_trained and not self._trainer.is_in_train and self._chance is None:
-            self._chance = chance_in_training(self._trainer, layers.task, layers.chance_loss)
-        chance = self._chance
-        if chance is None:
-            chance = chance_of(self._totals.labels)
-        return judging_state(self._trainer, layers.num_layers, chance, is_trained)
 
 
 # Of an earlier reading of the last layer, by the number of a process's batch [rows, 2]: losses over items, and items.

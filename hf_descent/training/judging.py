@@ -3,11 +3,8 @@
 from transformers import Trainer
 
 from ..constraints.state import DualState
-from ..evaluation import LayerProfile
 from ..logs import get_logger
-from ..losses.chance import ChanceLoss
 from ..losses.chance_probe import find_chance_loss
-from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
 from ..runs import RunFolder
@@ -34,27 +31,15 @@ def judging_state(
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
     if dual.problem is None and (trainer.args.exit_targets or trainer.args.loss_targets):
         logger.warning_once(
-            "The targets are not judged, because the loss of guessing is not known. Set `initial_loss_bound` to a "
-            "number."
+            "The targets are not judged: the loss of a constant prediction, above which no layer meets them, is not "
+            "known. Set `initial_loss_bound` to a number."
         )
     return dual
 
 
-def chance_in_training(
-    trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss | None
-) -> float | None:
+def chance_in_training(trainer: Trainer) -> float | None:
     """The loss of the best constant prediction of the training labels, as constraints have it; `None` where it is not
     known."""
-    if chance_loss is None or trainer.train_dataset is None:
-        return None
-    try:
-        return measure_chance(trainer, task, chance_loss, trainer.train_dataset)
-    except ValueError:
-        return None
-
-
-def measured_chance_in_training(trainer: Trainer) -> float | None:
-    """As [`chance_in_training`], of a trainer that has read no batch with its layers."""
     data = trainer.train_dataset
     if data is None or is_readable_once(data):
         return None
@@ -69,16 +54,6 @@ def measured_chance_in_training(trainer: Trainer) -> float | None:
         inputs = task.short(inputs)
         try:
             chance_loss = find_chance_loss(task, inputs, model(**task.model_inputs(inputs)))
+            return measure_chance(trainer, task, chance_loss, data)
         except ValueError:
             return None
-    return chance_in_training(trainer, task, chance_loss)
-
-
-def state_for_profile(trainer: Trainer, profile: LayerProfile, is_trained: bool) -> DualState:
-    """As [`judging_state`], for a layer profile where no evaluation has found the problem."""
-    chance = None
-    if is_trained:
-        chance = measured_chance_in_training(trainer)
-    if chance is None:
-        chance = profile.chance
-    return judging_state(trainer, len(profile.losses), chance, is_trained)

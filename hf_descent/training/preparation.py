@@ -72,6 +72,12 @@ def _has_counting_label(labels: torch.Tensor) -> bool:
     return labels.is_floating_point() or bool(labels.ne(IGNORE_INDEX).any())
 
 
+def leave_compilation_to_layers(trainer: Trainer) -> None:
+    """Have Accelerate compile nothing: what follows the layers runs once per layer, so `find_layers` compiles each
+    layer by itself."""
+    trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+
+
 def make_ready_for_ddp(trainer: Trainer, readout: Callable | None) -> None:
     """What has to be so before the model of a trainer is wrapped; nothing where DDP does not wrap it."""
     args = trainer.args
@@ -139,8 +145,12 @@ def find_layers(
     inputs: Mapping[str, Any],
     task: TaskLoss,
     readout: Callable | None,
+    is_minimised: bool = True,
 ) -> LayerLosses:
-    """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read."""
+    """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read.
+
+    They are what training minimises, or only measured, beside a loss of its own (`is_minimised=False`).
+    """
     check_documents(model, inputs, trainer)
 
     args = trainer.args
@@ -149,8 +159,8 @@ def find_layers(
         inputs,
         task,
         readout=readout,
-        trains=trainer.is_in_train,
-        token_statistics=trainer.logs_tokens,
+        trains=trainer.is_in_train and is_minimised,
+        token_statistics=trainer.logs_tokens and is_minimised,
         token_fraction=args.readout_token_fraction,
         same_tokens=args.compares_neighbours,
         seed=args.seed,
@@ -193,7 +203,6 @@ def make_dual(
         chance=_loss_at_chance(trainer, layers, inputs, problem, saves_dual),
         device=trainer.args.device,
         held_out=_rows_of_multipliers(trainer, dual_dataset),
-        constant=layers.chance_loss,
     )
 
     if saves_dual:

@@ -10,15 +10,14 @@ from torch import nn
 from transformers import Trainer
 
 from ..constraints.state import STATE_NAME, DualState
-from ..evaluation import Certificate, LayerProfile
-from ..losses.layerwise import BatchLosses
+from ..evaluation import Certificate
+from ..losses.layerwise import BatchLosses, LayerLosses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import EmbeddingNoise
-from ..readout.replay import Readout
+from ..readout.replay import Readout, probing
 from ..readout.stack import unwrapped
-from .checks import report_layers_at_chance
-from .evaluation import LayersBeside
-from .judging import state_for_profile
+from .checks import for_verdicts, report_layers_at_chance
+from .judging import chance_in_training, judging_state
 from .objective import LayerObjective
 from .preparation import find_layers, find_task, make_dual, shared_batch, takes_items
 from .records import Evaluation, EvaluationTotals, RunRecord, StepTotals
@@ -35,7 +34,7 @@ class DescentRun:
         objective ([`LayerObjective`], *optional*): found on the first batch of a run that reads its layers.
         noise ([`EmbeddingNoise`], *optional*): that of training, with its scale.
         judging ([`DualState`], *optional*): the problem that judges a model which was not trained under it.
-        beside ([`LayersBeside`], *optional*): the layers of plain training, which evaluations read.
+        plain_layers ([`LayerLosses`], *optional*): of plain training whose evaluations read the layers.
         evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
         certificate ([`Certificate`], *optional*): that of the last evaluation, on whatever set.
@@ -53,7 +52,8 @@ class DescentRun:
         self.objective: LayerObjective | None = None
         self.noise: EmbeddingNoise | None = None
         self.judging: DualState | None = None
-        self.beside: LayersBeside | None = None
+        self.plain_layers: LayerLosses | None = None
+        self._chance: float | None = None  # of the training labels, for verdicts on plain training
 
         self.evaluation = Evaluation()
         self.totals = EvaluationTotals()
@@ -75,8 +75,13 @@ class DescentRun:
         return self.judging if self.dual is None else self.dual
 
     @property
+    def layers(self) -> LayerLosses | None:
+        """The layer losses that training minimises, or that evaluations of plain training read; once found."""
+        return self.plain_layers if self.objective is None else self.objective.layers
+
+    @property
     def readout(self) -> Readout | None:
-        return None if self.objective is None else self.objective.layers.readout
+        return None if self.layers is None else self.layers.readout
 
     # ---- found out once ----
 
@@ -128,6 +133,16 @@ class DescentRun:
         if finds_items:
             self.task.takes_items = takes_items(self.task, inputs)
 
+    def find_plain_layers(
+        self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any]
+    ) -> None:
+        """Find the layers that evaluations of plain training read, on a batch."""
+        model = unwrapped(model)
+        inputs = shared_batch(inputs, trainer)
+        with for_verdicts(), probing(model), trainer.compute_loss_context_manager():
+            task = find_task(trainer, model, inputs)
+            self.plain_layers = find_layers(trainer, model, inputs, task, None, is_minimised=False)
+
     def find_noise(self, model: nn.Module, trainer: Trainer) -> None:
         """Make the noise of training, with the deviation of the signal from before training; an evaluation under noise
         measures by that, too."""
@@ -175,36 +190,28 @@ class DescentRun:
             self.evaluation = before
 
     def begin_evaluation(self) -> None:
-        """Begin an evaluation of a run that reads its layers."""
+        """Begin an evaluation that reads the layers."""
         self.totals = EvaluationTotals()
         if not self.has_started:
             # Of a model that was not trained here, f_0 is that of the rows evaluated.
             self.objective = None
 
-    def beside_evaluation(
-        self, trainer: Trainer, loss_method: Callable
-    ) -> contextlib.AbstractContextManager:
-        """An evaluation of plain training, as a context; see [`LayersBeside`]."""
-        if self.beside is None:
-            self.beside = LayersBeside(trainer, loss_method)
-        return self.beside.evaluation()
-
-    def judge_beside(self) -> None:
-        """Find the problem that judges the layers which an evaluation of plain training has read."""
-        self.totals = self.beside.totals
-        self.judging = self.beside.judging_state(self.has_started)
-
-    def judge_profile(self, trainer: Trainer, profile: LayerProfile) -> None:
-        """Find the problem that judges a layer profile, where no evaluation has found it."""
-        self.judging = state_for_profile(trainer, profile, self.has_started)
-        if self.judging.problem is not None:
-            profile.problem = self.judging.problem.state_dict()
+    def judge_plain(self, trainer: Trainer, num_layers: int, chance: float | None) -> None:
+        """Find the problem that judges plain training; `chance` is the loss of the best constant prediction of the
+        labels evaluated, for where that of the training labels is not known."""
+        is_trained = self.has_started and not trainer.is_in_train
+        if is_trained and self._chance is None:
+            self._chance = chance_in_training(trainer)
+        if self._chance is not None:
+            chance = self._chance
+        self.judging = judging_state(trainer, num_layers, chance, self.has_started)
 
     def add_batch(self, losses: BatchLosses, inputs: Mapping[str, Any]) -> None:
         """Add a batch to what the present evaluation has read."""
-        labels = self.dual.constant
-        if labels is not None:
-            labels = labels.of_batch(self.task, inputs)
+        layers = self.layers
+        labels = None
+        if layers.chance_loss is not None:
+            labels = layers.chance_loss.of_batch(layers.task, inputs)
         self.totals = self.totals.plus(losses, labels)
 
     def take_back(self, totals: EvaluationTotals) -> None:

@@ -112,7 +112,8 @@ def test_plain_evaluation_keeps_the_loss_and_the_draws_of_trainer(tmp_path, plai
     assert metrics["eval_loss"] == expected["eval_loss"]
     assert drawn == drawn_by_stock
     assert trainer.multipliers is None
-    assert not any("layer" in name for name in trainer.predict(PLAIN_ROWS).metrics)
+    predicted = trainer.predict(PLAIN_ROWS).metrics
+    assert [predicted[f"test_layer_loss_{layer}"] for layer in LAYERS] == layer_losses_of(metrics)
 
 
 def test_evaluations_during_plain_training_tell_how_its_layers_descend(plainly_trained):
@@ -198,8 +199,11 @@ def test_the_same_script_is_judged_by_what_it_states_whatever_its_objective(
 
     trainer.save_model()
 
-    assert metrics["eval_feasible"] == expected.feasible
-    assert metrics["eval_max_violation"] == pytest.approx(expected.max_violation, abs=1e-4)
+    if objective == "erm" and not asked:
+        assert not any("layer" in name or "feasible" in name for name in metrics)
+    else:
+        assert metrics["eval_feasible"] == expected.feasible
+        assert metrics["eval_max_violation"] == pytest.approx(expected.max_violation, abs=1e-4)
 
     saved = DescentProblem.saved_in(RunFolder(tmp_path).summary)
 
@@ -238,12 +242,32 @@ def test_targets_that_cannot_be_judged_are_told(tmp_path, caplog):
         return outputs.logits.square().mean()
 
     args = config(tmp_path, objective="erm", initial_loss_bound="auto", exit_targets={1: 0.1})
-    unread = DescentTrainer(NoLayers(), args, eval_dataset=DATA_TEST)
-    unknown = DescentTrainer(bert(), args, eval_dataset=DATA_TEST, layer_loss_fn=custom)
-    for trainer in (unread, unknown):
-        caplog.clear()
-        assert "eval_feasible_score" not in trainer.evaluate() or trainer is unknown
-        assert "targets are not judged" in caplog.text
+    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST, layer_loss_fn=custom)
+    trainer.evaluate()
+    assert "targets are not judged" in caplog.text
+
+
+STATED = {
+    "a step size": {},
+    "targets": {"descent_alpha": None, "exit_targets": {1: 0.1}},
+    "a metric": {"descent_alpha": None, "metric_for_best_model": "feasible_score"},
+    "a metric of a set": {"descent_alpha": None, "metric_for_best_model": "eval_a_layer_loss_2"},
+}
+
+
+@pytest.mark.parametrize("asked", STATED)
+def test_layers_of_plain_training_that_cannot_be_read_are_refused_before_its_first_step(
+    tmp_path, asked
+):
+    args = config(tmp_path, objective="erm", **STATED[asked])
+    data = {"train_dataset": DATA, "eval_dataset": {"a": DATA_TEST}}
+    unread = DescentTrainer(NoLayers(), args, **data)
+    for read in (unread.train, unread.evaluate):
+        with pytest.raises(ValueError, match="leave these out, for the layers cannot be read"):
+            read()
+    assert unread.state.global_step == 0
+    with pytest.raises(ValueError, match="leave these out.*`Weighed.compute_loss` is a loss"):
+        DescentTrainer.__init__(Weighed.__new__(Weighed), bert(), args, **data)
 
 
 def test_a_checkpoint_of_plain_training_may_be_chosen_by_its_layers_where_they_can_be_read(
@@ -257,8 +281,6 @@ def test_a_checkpoint_of_plain_training_may_be_chosen_by_its_layers_where_they_c
     trainer = trained(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
     logs = [log for log in trainer.state.log_history if "eval_feasible_score" in log]
     assert trainer.state.best_metric == max(log["eval_feasible_score"] for log in logs)
-    with pytest.raises(ValueError, match="`metric_for_best_model`.*the layers cannot be read"):
-        DescentTrainer(NoLayers(), args, train_dataset=DATA, eval_dataset=DATA_TEST).train()
 
 
 def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_path):
@@ -300,7 +322,7 @@ class NoLayers(torch.nn.Module):
 
 
 def test_plain_training_of_what_has_no_readable_layers_is_evaluated_as_by_trainer(tmp_path):
-    args = config(tmp_path, objective="erm")
+    args = config(tmp_path, objective="erm", descent_alpha=None)
     for kind, model, factor in ((Weighed, bert(), 2), (DescentTrainer, NoLayers(), 1)):
         metrics, drawn = evaluated_and_drawn(kind(model, args, eval_dataset=DATA_TEST))
         expected, drawn_by_stock = evaluated_and_drawn(stock(tmp_path, model, DATA_TEST))

@@ -102,22 +102,25 @@ PRIVATE_NAMES = {
 
 
 def scaled_for_accumulation(
-    trainer: Trainer, loss: torch.Tensor, num_items_in_batch: Any
+    trainer: Trainer, loss: torch.Tensor, is_scaled: bool, num_items_in_batch: Any
 ) -> torch.Tensor:
-    """The loss of a micro-batch, such that those of a step add up after what Trainer does with it.
+    """The loss of a micro-batch, so that the micro-batches of a step add up to what they should.
 
-    Newer ones are told by an attribute that the losses add up already. Older ones divide by a rule of their own.
+    `is_scaled` says that they add up already; else each is a mean, which Trainer has to divide by their number.
+    Trainer asks its attribute `loss_is_scaled_for_ga` for that. Older ones have a rule of their own instead.
     """
     if hasattr(Trainer, "loss_is_scaled_for_ga"):
-        trainer.loss_is_scaled_for_ga = True
+        trainer.loss_is_scaled_for_ga = is_scaled
         return loss
 
     is_given_items = num_items_in_batch is not None
     trainer_divides = trainer.compute_loss_func is None
     if trainer.model_accepts_loss_kwargs and is_given_items:
         trainer_divides = False
-    if trainer_divides:
+    if is_scaled and trainer_divides:
         return loss * trainer.current_gradient_accumulation_steps
+    if not is_scaled and not trainer_divides:
+        return loss / trainer.current_gradient_accumulation_steps
     return loss
 
 

@@ -207,7 +207,9 @@ class DescentMixin:
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         # A part of the sum over the whole step, of which DDP would take the mean over processes.
         loss = losses.objective * self.args.world_size
-        loss = scaled_for_accumulation(self, loss, num_items_in_batch)
+        # Labels that come with `_prepare_inputs` were not counted: each micro-batch is then a mean.
+        is_scaled = self._run.step.items is not None
+        loss = scaled_for_accumulation(self, loss, is_scaled, num_items_in_batch)
         return (loss, losses.outputs) if return_outputs else loss
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
@@ -251,7 +253,7 @@ class DescentMixin:
             share = self._run.step.share(self._run.task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         loss = torch.where(share > 0, loss, 0.0) * share
-        loss = scaled_for_accumulation(self, loss, num_items_in_batch)
+        loss = scaled_for_accumulation(self, loss, True, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):

@@ -129,11 +129,12 @@ class OldTrainer:
 @pytest.mark.parametrize("accepts", [False, True])
 @pytest.mark.parametrize("loss_fn", [None, print])
 @pytest.mark.parametrize("items", [None, 7])
-def test_micro_batches_add_up_also_under_an_old_trainer(accepts, loss_fn, items, monkeypatch):
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_old_trainer_divides_means_alone(accepts, loss_fn, items, is_scaled, monkeypatch):
     monkeypatch.delattr(Trainer, "loss_is_scaled_for_ga", raising=False)
     trainer = OldTrainer(accepts, loss_fn)
-    loss = compat.scaled_for_accumulation(trainer, torch.tensor(2.0), items)
-    assert trainer.divided(loss, items) == 2.0
+    loss = compat.scaled_for_accumulation(trainer, torch.tensor(2.0), is_scaled, items)
+    assert trainer.divided(loss, items) == (2.0 if is_scaled else 0.5)
 
 
 class OldLayer(GradientCheckpointingLayer):

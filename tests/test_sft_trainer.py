@@ -48,7 +48,8 @@ def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_pa
     stock, erm, ours = (
         trained(cls, tmp_path, **SETTINGS[setting], **given)
         for cls, given in (
-            (SFTTrainer, {}), (SFTDescentTrainer, {"objective": "erm"}), (SFTDescentTrainer, {"dual_warmup_steps": 4}),
+            (SFTTrainer, {}), (SFTDescentTrainer, {"objective": "erm", "descent_alpha": "line"}),
+            (SFTDescentTrainer, {"dual_warmup_steps": 4}),
         )
     )  # fmt: skip
     tolerance = {"rel": 1e-2, "abs": 5e-2} if setting == "bf16" else {"rel": 2e-4, "abs": 1e-5}

@@ -121,7 +121,7 @@ def test_erm_is_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_path, task, 
     _, logs, weights = run(
         Trainer, make(), TrainingArguments(str(tmp_path), **shared), data, eval_dataset=data[:20]
     )
-    erm = DescentConfig(str(tmp_path), objective="erm", **shared)
+    erm = DescentConfig(str(tmp_path), objective="erm", descent_alpha="line", **shared)
     _, ours, our_weights = run(DescentTrainer, make(), erm, data, eval_dataset=data[:20])
 
     assert [
@@ -206,6 +206,7 @@ def test_a_model_that_draws_does_not_seem_to_scale_its_loss(tmp_path):
     args = config(
         tmp_path,
         objective="erm",
+        descent_alpha=None,
         max_steps=1,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=4,
@@ -239,7 +240,8 @@ def test_a_compute_loss_of_ones_own_trains_plainly_and_is_refused_where_layers_a
         pass
 
     def weights(trainer_class, objective):
-        return run(trainer_class, bert(), config(tmp_path, objective=objective, max_steps=3))[2]
+        args = config(tmp_path, objective=objective, descent_alpha=None, max_steps=3)
+        return run(trainer_class, bert(), args)[2]
 
     stock = weights(OwnTrainer, "erm")
 
@@ -280,7 +282,9 @@ class Mean(Trainer):
     ids=["labels that the model does not take", "the scale that its class tells"],
 )  # fmt: skip
 def test_plain_training_goes_by_a_compute_loss_of_ones_own(tmp_path, stock, ours, make, data):
-    args = config(tmp_path, objective="erm", max_steps=2, gradient_accumulation_steps=4)
+    args = config(
+        tmp_path, objective="erm", descent_alpha=None, max_steps=2, gradient_accumulation_steps=4
+    )
     (_, expected, _), (_, logs, _) = (
         run(trainer_class, make(), args, data) for trainer_class in (stock, ours)
     )

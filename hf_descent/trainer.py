@@ -59,7 +59,8 @@ class DescentMixin:
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
     under gradient accumulation or several processes: those are averaged over the items of the whole batch here. As in
-    Trainer, `eval_loss` is then a mean over batches, beside the layer losses; other objectives average over items.
+    Trainer, `eval_loss` is then a mean over batches; other objectives average over items. Where you state constraints,
+    evaluations read the layers, too.
 
     Attributes:
         command (`dict`): what defines this training beside the trainer's arguments, in JSON values; kept in

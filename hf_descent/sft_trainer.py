@@ -28,7 +28,8 @@ logger = logging.get_logger(__name__)
 class SFTDescentTrainer(DescentMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] whose model lowers the token loss with every layer (arXiv 2601.17257, Algorithm 1).
 
-    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit; where you state constraints, `evaluate` adds layer losses.
+    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit. Where you state constraints, `evaluate`
+    adds layer losses.
     Otherwise `loss` is the token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are of the last layer.
 
     The arguments are those of [`~trl.SFTTrainer`], and `readout` and `layer_loss_fn` of [`DescentTrainer`]; plain

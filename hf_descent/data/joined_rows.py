@@ -14,6 +14,7 @@ import re
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import pyarrow
 from pyarrow import compute
@@ -52,31 +53,27 @@ def check_joined_rows(table: pyarrow.Table, separator: str, path: str) -> None:
     if table.num_columns < 2:
         return
     is_long = [compute.match_substring_regex(column, LINE_END.pattern) for column in table.columns]
-    has_long = is_long[0]
-    for mask in is_long[1:]:
-        has_long = compute.or_kleene(has_long, mask)
-    indices = compute.indices_nonzero(compute.fill_null(has_long, False)).to_pylist()
-    if not indices:
-        return
-
     categories = [_categories(column, mask) for column, mask in zip(table.columns, is_long)]
+
+    has_long = reduce(compute.or_kleene, is_long)
+    indices = compute.indices_nonzero(compute.fill_null(has_long, False)).to_pylist()
+
     suspects = []
     for index, cells in zip(indices, _rows(table.filter(has_long))):
         counts = _count_lines(cells, categories, separator)
+        place = f"{_long_value(cells)} in row {index + 1}"
         if counts.are_rows:
             raise ValueError(
-                f"row {index + 1} has the value {_long_value(cells)} in quotes, which holds several lines, most of "
-                "them like rows; double each quote that is part of a value and put the value in quotes, or give the "
-                "rows as JSON lines if the value is meant so"
+                f"the value in quotes {place} holds several lines, most of them like rows; double each quote that is "
+                "part of a value and put the value in quotes, or give the rows as JSON lines if the value is meant so"
             )
         if counts.may_be_rows:
-            suspects.append((index, cells))
+            suspects.append(place)
 
     if suspects:
-        index, cells = suspects[0]
         logger.warning(
             f"{path}: {len(suspects)} values in quotes hold several lines, of which some look like rows; the first is "
-            f"{_long_value(cells)} in row {index + 1}. If these lines are rows, a quote is out of place."
+            f"{suspects[0]}. If these lines are rows, a quote is out of place."
         )
 
 
@@ -89,9 +86,11 @@ def _categories(column: pyarrow.ChunkedArray, is_long: pyarrow.ChunkedArray) -> 
     """The values of a column that has few of them; blank is one only where there is no other. Empty for others."""
     is_short = compute.less_equal(compute.utf8_length(column), MOST_CHARACTERS)
     short = column.filter(compute.and_(is_short, compute.invert(is_long)))
+
     values = compute.unique(short)
     if len(values) > MOST_CATEGORIES:
         return set()
+
     names = {value.strip() for value in values.to_pylist()}
     if names == {""}:
         return names
@@ -113,12 +112,14 @@ def _count_lines(
     like_rows = 0
     if separator in RARE_SEPARATORS:
         like_rows = as_wide
+
     for place, values in enumerate(categories):
         cell = cells[place]
         if cell is not None and LINE_END.search(cell):
             continue
         known = sum(_has_category(line, place, values) for line in lines)
         like_rows = max(like_rows, known)
+
     return CountedLines(len(lines), like_rows, as_wide)
 
 

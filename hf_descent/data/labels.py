@@ -175,6 +175,7 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
     """
     by_name = {}
     by_place = {}
+
     for label in labels:
         key = (type(label), label)
         name = _same_name(label, classes)
@@ -185,6 +186,7 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
             by_place[key] = name
         if place in range(len(classes)) and are_places(classes):
             by_place[key] = classes[place]
+
     if len(by_name) == len(labels):
         return by_name
     return by_place

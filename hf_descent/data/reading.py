@@ -113,6 +113,7 @@ def _reason(error: Exception, path: str, remedy: str) -> str:
             f"(line {line} is not in UTF-8). Save the file as UTF-8; if it is compressed, let its name end in "
             f"{', '.join(COMPRESSIONS)}."
         )
+
     reason = str(cause).removesuffix(".")
     has_number = isinstance(cause, OSError) and cause.errno is not None
     if isinstance(cause, DAMAGED) and not has_number:
@@ -126,6 +127,7 @@ def load_parquet(path: str, columns: Sequence[str]) -> Dataset:
         content = parquet.ParquetFile(file)
         schema = content.schema_arrow
         count = content.metadata.num_rows
+
     if count == 0:
         raise ValueError("it has no rows")
 
@@ -147,6 +149,7 @@ def load_parquet(path: str, columns: Sequence[str]) -> Dataset:
     if len(fields) < len(schema):
         features = Features.from_arrow_schema(pyarrow.schema(fields, schema.metadata))
         selection = {"columns": list(features), "features": features}
+
     return load_dataset(
         "parquet",
         name=f"version-{file_version(path)}",  # or rows of a former one come from the cache

@@ -152,6 +152,8 @@ def _fault(value: Any, feature: Any) -> str | None:
     if not isinstance(value, Label):
         kind = type(value).__name__
         return f"a {kind}: give one class per row, as a text, a whole number or a boolean"
+    if isinstance(value, str) and re.search(r"[\r\n]", value.strip()):
+        return "which has several lines: write the class in one line; in a csv file a quote may be out of place"
     if isinstance(feature, ClassLabel):
         if 0 <= value < feature.num_classes:
             return None

@@ -81,7 +81,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     Numbers and booleans are the same classes however they are written (1 and 1.0, true and 1). Labels that are
     numbers are the model's numbers, unless the names of its classes are numbers; a warning says which classes they
     stand for if 0 does not occur. If the model has default names (`LABEL_0`, ...), the names of the data keep their
-    order.
+    order, which a warning shows.
     """
     names = dataset["train"].features["labels"].names
     occurring = {
@@ -111,6 +111,10 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
             )
 
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
+        meaning = ", ".join(f"{known} is {name!r}" for known, name in zip(classes, names))
+        logger.warning(
+            f"The classes of the model have no names. They are taken for those of the data in their order: {meaning}."
+        )
         return dataset
     raise ValueError(
         f"The data has the classes {names}, and the model {classes}: rename those of the data."

@@ -334,6 +334,7 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
         ([{"a": 1}, {"a": 2}], None, "a dict: give one class per row"),
         ([b"a", b"b"], None, "a bytes: give one class per row"),
         ([datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)], None, "a date: give one class"),
+        (["x", "1\nb\nc,0"], None, r"holds '1\\nb\\nc,0' \(row 2\), which has several lines"),
         ([0.5, 1.0], None, r"holds 0.5 \(row 1\), which is no class"),
         ([float("inf"), 1.0], None, "holds inf .* no class"),
         ([Decimal("1.5"), Decimal("1.0")], None, "no class"),

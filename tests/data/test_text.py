@@ -146,6 +146,17 @@ def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expect
     assert [label for _, label in sorted(zip(rows["text"], rows["labels"]))] == expected
 
 
+def test_classes_without_names_are_taken_in_order_with_a_warning(tmp_path, caplog):
+    path = write(
+        tmp_path / "rows.csv", [{"text": "a", "label": "pos"}, {"text": "b", "label": "neg"}]
+    )
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    align_classes(splits, {0: "neg", 1: "pos"})
+    assert "in their order" not in caplog.text
+    align_classes(splits, {0: "LABEL_0", 1: "LABEL_1"})
+    assert "in their order: LABEL_0 is 'neg', LABEL_1 is 'pos'." in caplog.text
+
+
 @pytest.mark.parametrize(
     ("labels", "classes", "meaning"),
     [

@@ -29,9 +29,10 @@ Conventions, stated once for the whole package:
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import count, pairwise
+from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
@@ -83,7 +84,9 @@ class Row(NamedTuple):
         """The share of what it asks for to which a margin may lower it."""
         if self.kind == "exit":
             return 1 / self.factor
-        return 0.0 if self.kind == "bound" else 1.0
+        if self.kind == "bound":
+            return 0.0
+        return 1.0
 
 
 @dataclass
@@ -104,12 +107,13 @@ class _Constants:
 
     def like(self, values: torch.Tensor) -> "_Constants":
         """The same as tensors of the type and the device of `values`."""
-        found = {}
+        constants = {}
         for field in fields(self):
-            tensor = torch.from_numpy(getattr(self, field.name))
-            dtype = values.dtype if tensor.is_floating_point() else tensor.dtype
-            found[field.name] = tensor.to(values.device, dtype)
-        return _Constants(**found)
+            tensor = torch.from_numpy(getattr(self, field.name)).to(values.device)
+            if tensor.is_floating_point():
+                tensor = tensor.to(values.dtype)
+            constants[field.name] = tensor
+        return _Constants(**constants)
 
 
 class DescentProblem:
@@ -253,13 +257,17 @@ class DescentProblem:
                 well.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
-        level = _number(losses[-1] if level is None else level)
+        if level is None:
+            level = losses[-1]
+        level = _number(level)
+
         constants = self._like(losses)
         asked, _ = self._asked(losses, level, detach)
         if margin > 0:
             asked = constants.least_share.clip(min=1 - margin) * asked
 
         violations = losses[constants.layer] - asked  # [constraints]
+        # Constraints that ask for nothing now are never violated.
         if self.follows and not self._is_between(level):
             at_most_0 = violations.clip(max=0)
             violations = _library(losses).where(constants.follows, at_most_0, violations)
@@ -290,8 +298,10 @@ class DescentProblem:
         `level`: see `violations`.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
-        ratio = self._ratio(None if level is None else _number(level))
-        slopes = self._slopes(ratio, detach)
+        if level is not None:
+            level = _number(level)
+        slopes = self._slopes(self._ratio(level), detach)
+
         objective = np.zeros(self.num_layers)
         objective[-1] = 1.0
         if isinstance(multipliers, torch.Tensor):
@@ -447,30 +457,35 @@ def check_targets(
     """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
     if targets is None:
         return {}
-    last = num_layers
-    least = SMALLEST
-    what = "a loss above 0"
-    if name == "exit_targets":
-        last = None if num_layers is None else num_layers - 1
-        least = 0.0
-        what = "a share of 0 or more that the loss may be higher than f_L"
+    takes_last = name != "exit_targets"
+    least = SMALLEST if takes_last else 0.0
+    last = math.inf
+    if num_layers is not None:
+        last = num_layers if takes_last else num_layers - 1
 
     try:
         numbers = {int(f"{layer}"): _target_number(value) for layer, value in targets.items()}
-        is_good = all(least <= value <= LARGEST for value in numbers.values())
-        is_good = is_good and all(1 <= layer <= (last or layer) for layer in numbers)
     except (AttributeError, TypeError, ValueError):
-        is_good = False
-    if not is_good or (last == 0 and numbers):
-        layers = "layers, from 1 on,"
-        if last is not None:
-            layers = f"layers 1 to {last}"
-        if last == 0:
-            layers = "layers below the last (this model has one layer)"
+        numbers = None
+    is_good = numbers is not None and all(
+        1 <= layer <= last and least <= value <= LARGEST for layer, value in numbers.items()
+    )
+    if not is_good:
+        what = "a share of 0 or more that the loss may be higher than f_L"
+        if takes_last:
+            what = "a loss above 0"
         raise ValueError(
-            f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}."
+            f"`{name}` is {targets!r}; map some of the {_layers_up_to(last)} to {what}: {{3: 0.05}}."
         )
     return dict(sorted(numbers.items()))
+
+
+def _layers_up_to(last: float) -> str:
+    if last == 0:
+        return "layers below the last (this model has one layer)"
+    if math.isinf(last):
+        return "layers, from 1 on,"
+    return f"layers 1 to {last}"
 
 
 def _target_number(value: Any) -> float:
@@ -486,12 +501,10 @@ def check_alpha(
 ) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
     values = as_python(alpha)
+    if not isinstance(values, list):
+        values = [values] * (1 if num_layers is None else num_layers)
     try:
-        values = (
-            [float(a) for a in values]
-            if isinstance(values, list)
-            else [float(values)] * (num_layers or 1)
-        )
+        values = [float(value) for value in values]
     except (TypeError, ValueError):
         raise ValueError(
             f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer."
@@ -500,7 +513,8 @@ def check_alpha(
         raise ValueError(
             f"`{name}` has {len(values)} values but the model has {num_layers} layers: give all."
         )
-    if not values or not all(0.0 < a < 1.0 for a in values):
+
+    if not values or not all(0.0 < value < 1.0 for value in values):
         raise ValueError(f"`{name}` is {alpha}; every step size must lie strictly between 0 and 1.")
     return values
 
@@ -521,13 +535,14 @@ def check_constrained_layers(
     layers: Sequence[int] | None, num_layers: int | None = None
 ) -> list[int] | None:
     """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
+    if layers is None and num_layers is None:
+        return None
     if layers is None:
-        return None if num_layers is None else list(range(1, num_layers + 1))
+        return list(range(1, num_layers + 1))
+
     values = as_python(layers)
-    are_layers = (
-        isinstance(values, list) and values and all(isinstance(layer, int) for layer in values)
-    )
-    if not are_layers or any(after <= before for before, after in pairwise([0, *values])):
+    are_numbers = isinstance(values, list) and all(isinstance(layer, int) for layer in values)
+    if not are_numbers or not values or values != sorted({*values}) or values[0] < 1:
         raise ValueError(
             f"`constrained_layers` is {layers!r}; give a list of increasing integers from 1 on."
         )
@@ -542,4 +557,6 @@ def as_python(value: Any) -> Any:
     """`value` in Python's own numbers and lists, where it is an array, a number of one, or a sequence; else itself."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return [as_python(item) for item in value] if isinstance(value, list | tuple | range) else value
+    if isinstance(value, list | tuple | range):
+        return [as_python(item) for item in value]
+    return value

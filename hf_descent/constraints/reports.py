@@ -1,4 +1,4 @@
-"""What a run logs of its dual side: the scalars of a step, warnings on the way, and a report at the end."""
+"""What a run logs of its dual side: the scalars of a step, warnings of faults, and a report at the end."""
 
 import logging
 import math
@@ -22,11 +22,6 @@ logger.addFilter(
     lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank())
 )
 
-# How often constraints are checked, in the constrained part of a run, for whether they come closer to being met; and
-# the least number of steps between two checks.
-PROGRESS_CHECKS = 10
-LEAST_CHECKED = 50
-LEAST_CHECKED_HELD_OUT = 200
 CLOSING_SHARE = 0.1  # of a run's steps: its last ones, which the closing report is about
 
 
@@ -43,16 +38,12 @@ class DualReports:
     def __init__(self, dual: "DualState", steps_per_reading: int):
         num_layers = dual.num_layers
         self._dual = dual
-        self._logged = np.zeros(
-            num_layers + 1, dtype=np.float32
-        )  # sums since the last log, and their count
+        # Sums since the last log, and their count.
+        self._logged = np.zeros(num_layers + 1, dtype=np.float32)
         self._is_faulty = np.zeros(num_layers, dtype=bool)  # layers that had a non-finite loss
         self._reported: set[str] = set()
         closing = math.ceil(CLOSING_SHARE * dual.max_steps / steps_per_reading)
         self.closing = LossWindow(closing, num_layers)
-        # Sums of losses since the last check of progress, and their count; violations and multipliers at that check.
-        self._since_check = np.zeros(num_layers + 1, dtype=np.float32)
-        self._last_check: tuple[np.ndarray, np.ndarray] | None = None
 
     # ---- what they are about ----
 
@@ -67,9 +58,6 @@ class DualReports:
     def add_reading(self, layer_losses: np.ndarray) -> None:
         """Take in losses `[L]` that moved the multipliers, or would have done so if they were finite."""
         self.closing.add(layer_losses)
-        if np.isfinite(layer_losses).all():
-            self._since_check[:-1] += layer_losses
-            self._since_check[-1] += 1
 
     def is_first(self, subject: str) -> bool:
         """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
@@ -204,42 +192,6 @@ class DualReports:
             f"{guard.max_rise:.1%} above its best value (`max_last_layer_rise`), so that the constraints give way. "
             f"Ask for less: {self._ways_to_ask_less()}."
         )
-
-    def check_progress(self, step: int) -> None:
-        """Log, once each, a constraint whose multiplier keeps rising while its violation does not fall.
-
-        Compares a window of 50 steps or more with the one before it.
-        """
-        dual = self._dual
-        least = LEAST_CHECKED if dual.held_out is None else LEAST_CHECKED_HELD_OUT
-        steps = max(least, (dual.max_steps - dual.active_from) // PROGRESS_CHECKS)
-        active = step - dual.active_from
-        is_time = dual.objective.moves_multipliers and active > 0 and active % steps == 0
-        if not is_time or self._since_check[-1] == 0:
-            return
-
-        losses = self._since_check[:-1] / self._since_check[-1]
-        self._since_check.fill(0)
-        asked, tolerances = dual.problem.bounds(losses)
-        violations = dual.problem.violations(losses) - tolerances
-        multipliers = dual.multipliers.values.numpy()
-        last_check = self._last_check
-        self._last_check = violations, multipliers
-        if last_check is None:
-            return
-
-        violations_before, multipliers_before = last_check
-        risen = (1.05 * multipliers_before).clip(0, dual.args.multiplier_max)
-        rises = (multipliers > 0) & (multipliers >= risen)  # or is at its cap
-        is_stuck = (violations > 0) & (violations > 0.95 * violations_before) & rises
-        for row in dual.problem.rows:
-            if is_stuck[row.index] and self.is_first(f"constraint {row.name}"):
-                logger.warning(
-                    f"The multiplier of constraint {row.name} keeps rising, or is at its maximum, but its violation "
-                    f"did not fall in the last {steps} steps: it asks for a loss of {asked[row.index].item():.4g}, "
-                    f"and layer {row.layer} is at {losses[row.layer - 1].item():.4g}. If this goes on, ask for less "
-                    f"({self._ways_to_ask_less()})."
-                )
 
     def _warn_of_faults(self) -> None:
         """Log once a layer whose loss was not finite."""

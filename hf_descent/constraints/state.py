@@ -14,6 +14,7 @@ from safetensors.torch import save
 
 from ..files import atomic_write
 from . import building
+from .averages import LossAverages
 from .guard import LastLayerGuard
 from .multipliers import Multipliers
 from .objectives import StepObjective
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
-AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
 # Steps from one reading of held-out rows to the next, which costs a third of one: some 4 %.
 DUAL_EVERY = 8
 # The settings that a checkpoint must share with the run that resumes from it.
@@ -88,12 +88,11 @@ class DualState:
         if self.objective.moves_multipliers and args.max_last_layer_rise is not None:
             self._guard = LastLayerGuard(args.max_last_layer_rise)
 
-        # Running averages [layers + 2]: of the layer losses, the weight that makes up for their start at zero, and
-        # that of f_L^2.
-        self._running = np.zeros(num_layers + 2, dtype=np.float32)
+        self._steps_per_reading = DUAL_EVERY if held_out else 1
+        self._averages = LossAverages(num_layers, self._steps_per_reading)
         # The averages at the end of warm-up; zeros where nothing was learned.
         self._warmup_losses = np.zeros(num_layers, dtype=np.float32)
-        self._reports = DualReports(self, DUAL_EVERY if held_out else 1)
+        self._reports = DualReports(self, self._steps_per_reading)
         # A step whose losses may be on their way to the host: its number, sums, and the losses of held-out rows.
         self._pending: tuple[int, HostCopy, HostCopy | None] | None = None
 
@@ -196,33 +195,34 @@ class DualState:
         if self.held_out is None:
             self._ascend(layer_losses, step)
         elif held_out is not None:
-            self._ascend(held_out.numbers(), step, DUAL_EVERY)
+            self._ascend(held_out.numbers(), step)
 
         if step + 1 == self.active_from and self._has_learned():
-            self._warmup_losses = self._running[: self.num_layers] / self._running[self.num_layers]
-        self._reports.check_progress(step + 1)
+            self._warmup_losses = self._averages.means
 
-    def _ascend(self, layer_losses: np.ndarray, step: int, repeats: int = 1) -> None:
-        """A step of averages and multipliers on losses `[L]`, or `repeats` of them; none where one is not finite."""
+    def _ascend(self, layer_losses: np.ndarray, step: int) -> None:
+        """Move averages and multipliers by a reading of the losses `[L]`, as many steps as it stands for; not where
+        one is not finite."""
         if not self.inactive(step):
             self._reports.add_reading(layer_losses)
         if not np.isfinite(layer_losses).all():
             return
 
-        last = layer_losses[-1]
-        row = np.array([*layer_losses, 1.0, last**2], dtype=np.float32)  # [layers + 2]
-        self._running += (1 - AVERAGE_DECAY**repeats) * (row - self._running)
+        self._averages.add(layer_losses)
         if self._guard is not None:
-            self._guard.observe(last.item())
+            self._guard.observe(layer_losses[-1].item())
         if not self.objective.moves_multipliers or self.inactive(step):
             return
 
         violations = self.acting_violations(layer_losses)
         if self.args.normalize_violations:
             violations = violations / self.problem.initial_loss_bound
-        growth = 1.0 if self._guard is None else self._guard.growth
-        shrinks = self._guard is not None and self._guard.shrinks
-        for _ in range(repeats):
+        growth = 1.0
+        shrinks = False
+        if self._guard is not None:
+            growth = self._guard.growth
+            shrinks = self._guard.shrinks
+        for _ in range(self._steps_per_reading):
             self._multipliers.step(violations, growth, shrinks)
 
     @property
@@ -241,8 +241,7 @@ class DualState:
     def mean_losses(self) -> torch.Tensor:
         """Running averages of the layer losses `[L]` that move the multipliers, over about the last 50 steps."""
         self._take_pending()
-        averages = torch.from_numpy(self._running[: self.num_layers].copy())
-        return averages / float(self._running[self.num_layers])
+        return torch.from_numpy(self._averages.means)
 
     @property
     def warmup_losses(self) -> torch.Tensor:
@@ -255,22 +254,14 @@ class DualState:
         """The f_L to which line and steps constraints lead at present; f_0, from which they ask nothing, before any
         step."""
         self._take_pending()
-        last, weight, _ = self._running[-3:].tolist()
-        return last / weight if weight > 0 else self.problem.initial_loss_bound
+        last_loss = self._averages.last_loss
+        return self.problem.initial_loss_bound if last_loss is None else last_loss
 
     def _has_learned(self) -> bool:
-        """Whether the running f_L is clearly below chance, by twice its error; of 5 batches none is known."""
-        last, weight, square = self._running[-3:].tolist()
-        if self.problem is None or weight == 0:
+        """Whether the running f_L is clearly below chance."""
+        if self.problem is None:
             return False
-        mean = last / weight
-        readings = 2 / (1 - AVERAGE_DECAY) * weight / (2 - weight)
-        if self.held_out is not None:
-            readings /= DUAL_EVERY
-        if readings <= 5:
-            return False
-        variance = max(square / weight - mean**2, 0.0) / (readings - 5)
-        return mean + 2 * variance**0.5 < AT_CHANCE * self.problem.chance
+        return self._averages.is_last_below(AT_CHANCE * self.problem.chance)
 
     def acting_violations(self, layer_losses, detach: bool = False):
         """The violations `[rows]` that training acts on, of losses `[L]` in an array or a tensor."""
@@ -331,7 +322,7 @@ class DualState:
             }
         if self.held_out is not None:
             summary["dual_rows"] = self.held_out.count
-        if self._running[self.num_layers] > 0:
+        if self._averages.weight > 0:
             data = "train" if self.held_out is None else "dual"
             summary[f"{data}_layer_losses"] = self.mean_losses.tolist()
         if self._warmup_losses.any():
@@ -354,14 +345,9 @@ class DualState:
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
         """Tensors by name, and the rest in plain values."""
         self._take_pending()
-        arrays = {
-            "averages": self._running[: self.num_layers],
-            "average_weight": self._running[self.num_layers : self.num_layers + 1],
-            "square": self._running[-1:],
-            "warmup_losses": self._warmup_losses,
-            "closing_losses": self._reports.closing.state_dict(),
-        }
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        tensors = self._averages.state_dict()
+        tensors["warmup_losses"] = torch.from_numpy(self._warmup_losses.copy())
+        tensors["closing_losses"] = torch.from_numpy(self._reports.closing.state_dict().copy())
         for name, tensor in self._multipliers.state_dict().items():
             tensors[f"multipliers.{name}"] = tensor
         if self._guard is not None:
@@ -397,16 +383,8 @@ class DualState:
         if "closing_losses" in tensors:
             self._reports.closing.load_state_dict(tensors["closing_losses"].numpy())
 
-        expected = {"averages": self.num_layers, "average_weight": 1}
-        for name, size in expected.items():
-            tensor = tensors[name]
-            if tensor.shape != (size,) or not tensor.isfinite().all():
-                raise ValueError(f"'{name}' is {tensor.tolist()}")
-        # Older checkpoints do not keep the square, nor version 0.1 the losses of warm-up.
-        square = tensors.get("square", torch.from_numpy(self._running[-1:]))
-        running = torch.cat([tensors["averages"], tensors["average_weight"], square])
-        self._running = running.float().numpy()
-        if "warmup_losses" in tensors:
+        self._averages.load_state_dict(tensors)
+        if "warmup_losses" in tensors:  # version 0.1 has none
             self._warmup_losses = tensors["warmup_losses"].float().numpy()
 
     def _check_schedule(self, saved: Mapping[str, Any], path: str) -> None:

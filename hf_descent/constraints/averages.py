@@ -1,0 +1,75 @@
+"""Running averages of the layer losses that move the multipliers."""
+
+import numpy as np
+import torch
+
+
+AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
+
+
+class LossAverages:
+    """Averages of the layer losses `[L]` over about the last 50 steps.
+
+    Args:
+        num_layers (`int`): number of layers L.
+        steps_per_reading (`int`): optimizer steps from one reading of the losses to the next.
+    """
+
+    def __init__(self, num_layers: int, steps_per_reading: int):
+        self._steps_per_reading = steps_per_reading
+        # Of the layer losses, of 1, and of f_L^2, [layers + 2]. The second makes up for the start at zero.
+        self._sums = np.zeros(num_layers + 2, dtype=np.float32)
+
+    def add(self, layer_losses: np.ndarray) -> None:
+        """Take in a reading `[L]`, which stands for all steps since the one before."""
+        reading = np.array([*layer_losses, 1.0, layer_losses[-1] ** 2], dtype=np.float32)
+        decay = AVERAGE_DECAY**self._steps_per_reading
+        self._sums += (1 - decay) * (reading - self._sums)
+
+    @property
+    def weight(self) -> float:
+        """0 before the first reading; approaches 1."""
+        return self._sums[-2].item()
+
+    @property
+    def means(self) -> np.ndarray:
+        """The averages `[L]`; not numbers before the first reading."""
+        if self.weight == 0:
+            return np.full_like(self._sums[:-2], np.nan)
+        return self._sums[:-2] / self._sums[-2]
+
+    @property
+    def last_loss(self) -> float | None:
+        """The average of f_L; `None` before the first reading."""
+        if self.weight == 0:
+            return None
+        return self._sums[-3].item() / self.weight
+
+    def is_last_below(self, bound: float) -> bool:
+        """Whether the average of f_L is below `bound` by twice its standard error; never so of 5 readings or fewer."""
+        mean = self.last_loss
+        if mean is None:
+            return False
+        # As many readings, equally weighed, would have the same error.
+        readings = 2 / (1 - AVERAGE_DECAY) * self.weight / (2 - self.weight)
+        readings /= self._steps_per_reading
+        if readings <= 5:
+            return False
+        variance = max(self._sums[-1].item() / self.weight - mean**2, 0.0)
+        return mean + 2 * (variance / (readings - 5)) ** 0.5 < bound
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors by name."""
+        sums = torch.from_numpy(self._sums.copy())
+        return {"averages": sums[:-2], "average_weight": sums[-2:-1], "square": sums[-1:]}
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take over what `state_dict` gave, among other tensors; ValueError where a shape or a value is wrong."""
+        expected = self.state_dict()
+        parts = []
+        for name, own in expected.items():
+            tensor = tensors.get(name, own) if name == "square" else tensors[name]  # newer
+            if tensor.shape != own.shape or not tensor.isfinite().all():
+                raise ValueError(f"'{name}' is {tensor.tolist()}")
+            parts.append(tensor.float())
+        self._sums = torch.cat(parts).numpy()

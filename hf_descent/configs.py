@@ -102,9 +102,9 @@ DUAL_SETTINGS_OF_TARGETS = DualSettings("pi", 0.04, 0.0, 0.1)
 class DescentArguments:
     """Arguments of layerwise descent training (arXiv 2601.17257).
 
-    Arguments that take a number, a list or "auto" also accept the JSON text of it. Defaults are the package's
-    tuning-free settings ("auto"), chosen by measurement; the paper's settings are in `recipes/`. Where the paper
-    states a form (Adam on raw violations, `negative_weights="keep"`, warm-up of one epoch) the argument says so.
+    Arguments that take a number, a list or "auto" also accept the JSON text of it. Defaults were measured. Where the
+    paper does something else, the argument says so; the recipes have its settings. f_l is the task loss of layer l,
+    f_L that of the last layer, and f_0 the loss of guessing.
 
     > Parameters that control the problem
 
@@ -114,18 +114,18 @@ class DescentArguments:
         "fixed" (frozen multipliers), "hinge" or "quadratic" (penalties on the violations). Under gradient accumulation
         penalties are evaluated per micro-batch.
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
-        What each layer must do: a step size in (0, 1), one per layer, "line" or "steps". A step size alpha_l (the
-        paper's rows) asks to bring the loss to (1 - alpha_l) times that of the layer before; "line" to lie below an
-        even geometric descent from f_0 to the loss that the last layer has at the time; "steps" for the step sizes of
-        such a descent. "auto" is "line"; so is leaving it out, unless there are targets.
+        What each layer must do. A number alpha in (0, 1), or a list with one for each layer, is the paper's form: f_l
+        must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below an even descent, on
+        a log scale, from f_0 to the present f_L. "steps": the paper's form, with the step sizes of that descent.
+        "auto" is "line". Left out it is "line", or nothing where there are targets.
     exit_targets (`dict[int, float]`, *optional*):
-        Maps a layer k < L to how much higher its loss may be than the last layer's, 0 to 1: {3: 0.05}, in a shell in
-        quotes, asks that a model cut after layer 3 loses at most 5 %.
+        Maps a layer below the last to the share, 0 to 1, by which its loss may be above f_L. {3: 0.05} asks for
+        f_3 <= 1.05 f_L. In a shell put it in quotes.
     loss_targets (`dict[int, float]`, *optional*):
         Maps a layer to the loss that it must be below, in units of the task loss.
     initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
-        The reference f_0 > 0 that takes the place of the loss before the first layer, in units of the task loss.
-        "auto": the loss of the best constant prediction, estimated from a sample of the training labels.
+        f_0, with which the first layer is compared, in units of the task loss. "auto": the loss of guessing (of the
+        best constant prediction), estimated from a sample of the training labels.
     descent_strength (`float`, *optional*, defaults to `0.5`):
         The share of the decrease from f_0 to the last layer's loss (in logarithms) that "line" and "steps" ask for.
     constrained_layers (`list[int]`, *optional*):
@@ -171,10 +171,10 @@ class DescentArguments:
     > Parameters that control the primal step
 
     negative_weights (`str`, *optional*, defaults to `"clip"`):
-        A constraint on two layers lowers its own layer's loss and, in the Lagrangian, pushes the other's up, by a
-        negative weight: "keep" it (the paper's form), "clip" the weights at 0, or "detach": take the other layer's
-        loss as a constant in the primal step. Training then rests at an equilibrium rather than at the constrained
-        optimum. Line and exit rows are always taken so; "hinge" and "quadratic" keep what "clip" would clip.
+        A constraint that compares two layers lowers the loss of one and, by a negative weight, raises that of the
+        other. "keep" does so (the paper's form). "clip" sets negative weights to 0. "detach" takes the loss of the
+        other layer as a constant. Lines and targets are always taken as with "detach". The penalties "hinge" and
+        "quadratic" take "clip" as "keep".
     normalize_weights (`bool`, *optional*, defaults to `False`):
         Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
         act as a larger learning rate; not for "hinge" and "quadratic".
@@ -191,10 +191,11 @@ class DescentArguments:
     > Parameters that control the readout of large vocabularies
 
     readout_token_fraction (`float`, *optional*):
-        Share of the labelled tokens, in (0, 1], on which a language model's lower layers are read, by steps each on
-        tokens of its own, unless constraints compare it with the one before (`descent_alpha`), and without weight on a
-        quarter of that; by evaluations of `eval_strategy` all on the same. The last is read on all. Default: 1/10 for
-        a vocabulary of 8192 or more, else all. Unbiased, but penalties ("hinge", "quadratic"), being convex, too high.
+        Share of the labelled tokens, in (0, 1], on which the lower layers of a language model are read. The last layer
+        is read on all tokens. Default: 1/10 for a vocabulary of 8192 or more, else 1. In training each layer has
+        tokens of its own, unless constraints compare it with the one before, and a layer without weight has a quarter
+        of them. In evaluations of `eval_strategy` all layers have the same. The losses are unbiased, but penalties
+        ("hinge", "quadratic") come out too high.
 
     > Parameters that control the noise
 
@@ -202,8 +203,8 @@ class DescentArguments:
         Noise on the input embeddings (or pixels) in training, in units of the clean signal's standard deviation: one
         level, or [low, high] for a level drawn uniformly per sample.
     noise_sigma (`float`, *optional*):
-        The standard deviation of the clean signal. Where not given that of the model's config, which a trained model
-        has, or else estimated from 2,048 rows spread over the training data (the first of a stream), and saved there.
+        The standard deviation of the clean signal. Where not given, the model's config has it, if the model was
+        trained before; else it is estimated from 2,048 training rows, and saved in the config.
     eval_gammas (`list[float]`, *optional*):
         Noise levels of `evaluate_robustness`.
     """

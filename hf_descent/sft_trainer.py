@@ -35,8 +35,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     The arguments are those of [`~trl.SFTTrainer`], and `readout` and `layer_loss_fn` of [`DescentTrainer`]; plain
     `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
 
-    ValueError where a data set has no token with a label, or a sequence longer than a table of positions; where layers
-    are read also for another `loss_type` than "nll", and documents in one row that see one another.
+    ValueError where a data set has no token with a label, or a sequence with more tokens than the model has positions.
+    Where layers are read, also for another `loss_type` than "nll", and where documents of a packed row see one
+    another.
 
     Example, of which `recipes/examples/sft_lora.py` is a complete script:
 

@@ -176,8 +176,8 @@ class DescentProblem:
         self.rows = [*self._layer_rows(), *self._target_rows()]
         if not self.rows:
             raise ValueError(
-                f"No layer has a constraint, of {num_layers}: `constrained_layers` is {constrained_layers}, a line "
-                "leaves the last one free, and there are no targets; give targets or other layers."
+                f"No layer has a constraint: `constrained_layers` is {constrained_layers}, nothing is asked of the "
+                f"last of the {num_layers} layers, and there are no targets. Give targets, or name other layers."
             )
         self.num_rows = self._num_layer_rows + len(self.exit_targets) + len(self.loss_targets)
         self.layers = sorted({row.layer for row in self.rows})
@@ -471,11 +471,11 @@ def check_targets(
         1 <= layer <= last and least <= value <= LARGEST for layer, value in numbers.items()
     )
     if not is_good:
-        what = "a share of 0 or more that the loss may be higher than f_L"
+        what = "the share by which its loss may be above f_L, 0 or more: {1: 0.05}"
         if takes_last:
-            what = "a loss above 0"
+            what = "its loss, above 0: {1: 0.4}"
         raise ValueError(
-            f"`{name}` is {targets!r}; map some of the {_layers_up_to(last)} to {what}: {{3: 0.05}}."
+            f"`{name}` is {targets!r}; give {_layers_up_to(last)}, and for each {what}."
         )
     return dict(sorted(numbers.items()))
 
@@ -511,7 +511,7 @@ def check_alpha(
         ) from None
     if num_layers is not None and len(values) != num_layers:
         raise ValueError(
-            f"`{name}` has {len(values)} values but the model has {num_layers} layers: give all."
+            f"`{name}` has {len(values)} values but the model has {num_layers} layers: give one for each."
         )
 
     if not values or not all(0.0 < value < 1.0 for value in values):

@@ -38,7 +38,9 @@ def truncate(
     plain, reader, inputs = _readable(model, inputs)
     if num_layers not in range(1, reader.num_layers + 1):
         name = type(model).__name__
-        raise ValueError(f"`num_layers` is {num_layers!r}; {name} has 1..{reader.num_layers}.")
+        raise ValueError(
+            f"`num_layers` is {num_layers!r}; {name} has layers 1 to {reader.num_layers}."
+        )
 
     with probing(plain):
         (truth,) = reader.layer_scores(inputs, output_logits, [num_layers])

@@ -160,7 +160,8 @@ def test_a_model_whose_scale_depends_on_its_depth_is_refused():
 def test_bad_arguments_to_truncate_are_named():
     for layers in (4, "2"):
         with pytest.raises(
-            ValueError, match=f"`num_layers` is {layers!r}; BertForSequenceClassification has 1..3"
+            ValueError,
+            match=f"`num_layers` is {layers!r}; BertForSequenceClassification has layers 1 to 3",
         ):
             truncate(bert(), layers)
     peft = pytest.importorskip("peft")

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -241,18 +241,23 @@ class DescentArguments:
     eval_gammas: list[Json] | None = field(default=None)
 
     def __init_subclass__(cls):
-        cls.__doc__ = "\n\n".join(
-            filter(None, (cls.__doc__, inspect.cleandoc(DescentArguments.__doc__ or "")))
-        )
+        own = cls.__doc__
+        shared = inspect.cleandoc(DescentArguments.__doc__)
+        cls.__doc__ = shared if own is None else f"{own}\n\n{shared}"
 
     def __post_init__(self):
         if isinstance(self, TrainingArguments):  # else it is for a loop without a Trainer
             super().__post_init__()
-            # As TrainingArguments knows of names that end in "loss".
-            name = self.metric_for_best_model
-            if name is not None and (LAYER_LOSS.search(name) or name.endswith("max_violation")):
-                self.greater_is_better = False
+            self._set_direction_of_metric()
         self.check_descent_arguments()
+
+    def _set_direction_of_metric(self) -> None:
+        """Say that small losses of layers and violations are good; TrainingArguments knows names in "loss" alone."""
+        name = self.metric_for_best_model
+        if name is None:
+            return
+        if LAYER_LOSS.search(name) or name.endswith("max_violation"):
+            self.greater_is_better = False
 
     def check_descent_arguments(self) -> None:
         """Parse JSON texts and check every descent argument; ValueError names the argument, its value and the remedy.
@@ -263,7 +268,9 @@ class DescentArguments:
         self._check_choices()
         self._check_numbers()
         self._check_constraints()
+        self._check_targets()
         self._check_dual_step()
+        self._check_guard()
         self._check_baselines()
         self._check_noise()
         self._check_metric()
@@ -273,29 +280,31 @@ class DescentArguments:
         for argument in dataclasses.fields(DescentArguments):
             name = argument.name
             value = getattr(self, name)
-            is_unset = value is None and argument.default is None
-            if argument.type in (float, float | None) and not is_unset:
+
+            if name in JSON_ARGUMENTS:
+                setattr(self, name, _parsed(name, value))
+            elif argument.type in (float, float | None):
+                is_unset = value is None and argument.default is None
                 # A search casts to the type of the value it finds, so an int would truncate.
-                try:
-                    setattr(self, name, float(value))
-                except (TypeError, ValueError):
-                    raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
-            elif name in JSON_ARGUMENTS:
-                setattr(self, name, _parse(name, value))
+                setattr(self, name, value if is_unset else _as_float(name, value))
+
         if isinstance(self.eval_gammas, int | float):
             self.eval_gammas = [self.eval_gammas]
 
     def _check_choices(self) -> None:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if value not in choices and not (value is None and name == "dual_optim"):
+            is_unset = value is None and name == "dual_optim"
+            if value not in choices and not is_unset:
                 raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(choices)}.")
 
     def _check_numbers(self) -> None:
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
+            if value is None or value == least:
+                continue
             # Between 0 and the smallest number nothing can be divided or squared.
-            if value is not None and value != least and not max(least, SMALLEST) <= value <= most:
+            if not max(least, SMALLEST) <= value <= most:
                 raise ValueError(
                     f"`{name}` is {value}; give a number between {least:g} and {most:g}."
                 )
@@ -306,21 +315,19 @@ class DescentArguments:
         if self.initial_loss_bound != "auto":
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)
-        for name in ("exit_targets", "loss_targets"):
-            setattr(self, name, check_targets(name, getattr(self, name)) or None)
 
-        for layer, share in (self.exit_targets or {}).items():
-            if share > 1:
-                raise ValueError(
-                    f"`exit_targets` is {self.exit_targets}: of layer {layer} it asks for a loss that is at most "
-                    f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {share:g} % is "
-                    f"{{{layer}: {share / 100:g}}}."
-                )
-        if (
-            self.constrained_layers
-            and self.layer_rows is None
-            and self.objective_class.moves_multipliers
-        ):
+    def _check_targets(self) -> None:
+        for name in ("exit_targets", "loss_targets"):
+            targets = check_targets(name, getattr(self, name))
+            if not targets:
+                targets = None
+            setattr(self, name, targets)
+
+        if self.exit_targets is not None:
+            _check_shares(self.exit_targets)
+
+        is_descent = self.objective_class.moves_multipliers
+        if self.constrained_layers and is_descent and self.layer_rows is None:
             raise ValueError(
                 f"`constrained_layers` is {self.constrained_layers}, which does nothing beside targets alone: add "
                 "descent_alpha='line' to your targets, or leave it out."
@@ -332,16 +339,20 @@ class DescentArguments:
                 f"`dual_holdout` is {self.dual_holdout}, which is no longer an option: hold rows out of your training "
                 "data, and give them to the trainer as `dual_dataset=`."
             )
+
         settings = self.dual_settings
         if settings.dual_optim == "pi" and self.resilience:
             raise ValueError(
                 f"`resilience` is {self.resilience}, which is not for `dual_optim` 'pi': choose 'adam'."
             )
+
         warmup = settings.dual_warmup_steps
         if warmup > 1 and not warmup.is_integer():
             raise ValueError(
                 f"`dual_warmup_steps` is {warmup}; give whole steps, or a share below 1."
             )
+
+    def _check_guard(self) -> None:
         share = self.max_last_layer_rise
         if share is None:
             return
@@ -358,22 +369,20 @@ class DescentArguments:
             raise ValueError(
                 f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more."
             )
+
         multipliers = self.fixed_multipliers
-        is_left_out = multipliers is None and not self.objective_class.takes_multipliers
-        if not is_left_out and not isinstance(multipliers, str | list):
+        if multipliers is None and not self.objective_class.takes_multipliers:
+            return
+        if not isinstance(multipliers, str | list):
             raise ValueError(
                 f"`fixed_multipliers` is {multipliers!r}; give a constrained run or a list."
             )
 
     def _check_noise(self) -> None:
-        for name in ("noise_gamma", "eval_gammas"):
-            levels = getattr(self, name)
-            if levels is None and name == "eval_gammas":
-                continue
-            if not all(0 <= level < math.inf for level in levels_of(name, levels)):
-                raise ValueError(
-                    f"`{name}` is {levels}; noise levels must be numbers, not negative."
-                )
+        _check_levels("noise_gamma", self.noise_gamma)
+        if self.eval_gammas is not None:
+            _check_levels("eval_gammas", self.eval_gammas)
+
         gamma = self.noise_gamma
         if isinstance(gamma, list) and (len(gamma) != 2 or gamma[0] > gamma[1]):
             raise ValueError(f"`noise_gamma` is {gamma}; a range is [low, high] with low <= high.")
@@ -394,20 +403,25 @@ class DescentArguments:
     @property
     def dual_settings(self) -> DualSettings:
         """The settings of the dual step; those that were not given have the defaults of the constraints."""
-        is_descent = self.objective_class.moves_multipliers
-        has_targets_alone = is_descent and self.layer_rows is None and not self.resilience
-        defaults = DUAL_SETTINGS_OF_TARGETS if has_targets_alone else self.dual_defaults
-        given = {name: getattr(self, name) for name in vars(defaults)}
-        return dataclasses.replace(
-            defaults, **{name: value for name, value in given.items() if value is not None}
-        )
+        defaults = self.dual_defaults
+        has_targets_alone = self.layer_rows is None and not self.resilience
+        if self.objective_class.moves_multipliers and has_targets_alone:
+            defaults = DUAL_SETTINGS_OF_TARGETS
+
+        values = {}
+        for name, default in vars(defaults).items():
+            value = getattr(self, name)
+            values[name] = default if value is None else value
+        return DualSettings(**values)
 
     @property
     def layer_rows(self) -> float | list[float] | str | None:
         """What `descent_alpha` comes to: step sizes, "line", "steps", or `None` where there are targets alone."""
-        if self.descent_alpha is None:
-            return None if self.exit_targets or self.loss_targets else PATHS[0]
-        return PATHS[0] if self.descent_alpha == "auto" else self.descent_alpha
+        if self.descent_alpha is None and self.states_constraints:
+            return None
+        if self.descent_alpha in (None, "auto"):
+            return PATHS[0]
+        return self.descent_alpha
 
     @property
     def states_constraints(self) -> bool:
@@ -438,6 +452,7 @@ class DescentArguments:
         """
         if isinstance(args, cls) and not fields:
             return args
+
         own = {argument.name for argument in dataclasses.fields(cls) if argument.init}
         arguments = {
             argument.name: getattr(args, argument.name)
@@ -446,6 +461,7 @@ class DescentArguments:
         }
         arguments.update(fields)
         config = cls(**arguments)
+
         for name, value in vars(args).items():
             if not hasattr(config, name):
                 setattr(config, name, value)
@@ -466,34 +482,68 @@ class Seq2SeqDescentConfig(DescentArguments, CheckpointingArguments, Seq2SeqTrai
 
 def upper_level(noise_gamma: float | list[float] | None) -> float | None:
     """The level, of a range the upper end."""
-    return noise_gamma[-1] if isinstance(noise_gamma, list) else noise_gamma
+    if isinstance(noise_gamma, list):
+        return noise_gamma[-1]
+    return noise_gamma
 
 
 def levels_of(name: str, levels: Any) -> list[float]:
     """The noise levels in the argument `name`, a number or several in any sequence; ValueError where it is none."""
-    found = as_python(levels)
+    numbers = as_python(levels)
+    if not isinstance(numbers, Iterable):
+        numbers = [numbers]
     try:
-        return [float(level) for level in (found if isinstance(found, Iterable) else [found])]
+        return [float(number) for number in numbers]
     except (TypeError, ValueError):
         raise ValueError(
             f"`{name}` is {levels!r}; give a noise level, or several: numbers, not negative."
         ) from None
 
 
-def _parse(name: str, value: Any) -> Any:
+def _check_levels(name: str, levels: Any) -> None:
+    if not all(0 <= level < math.inf for level in levels_of(name, levels)):
+        raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
+
+
+def _check_shares(exit_targets: Mapping[int, float]) -> None:
+    """ValueError for percentages in place of shares."""
+    for layer, share in exit_targets.items():
+        if share > 1:
+            raise ValueError(
+                f"`exit_targets` is {exit_targets}: of layer {layer} it asks for a loss that is at most "
+                f"{100 * share:g} % higher than the last layer's. Give shares of at most 1; {share:g} % is "
+                f"{{{layer}: {share / 100:g}}}."
+            )
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
+
+
+def _parsed(name: str, value: Any) -> Any:
     """A Python value from itself, an array, its JSON text or texts; words, None and a folder of multipliers stay."""
     value = as_python(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+
     if isinstance(value, list):
-        items = [_parse(name, item) for item in value]
-        return items[0] if len(items) == 1 and isinstance(items[0], list) else items
-    is_folder = name == "fixed_multipliers" and isinstance(value, str) and not value.startswith("[")
-    if not isinstance(value, str) or value in ("auto", *PATHS) or is_folder:
+        items = [_parsed(name, item) for item in value]
+        is_one_list = len(items) == 1 and isinstance(
+            items[0], list
+        )  # a list as one word of a command line
+        return items[0] if is_one_list else items
+
+    if not isinstance(value, str) or value in ("auto", *PATHS):
         return value
-    for read in (json.loads, float, ast.literal_eval):  # JSON has neither `.5` nor `{3: 0.05}`
+    if name == "fixed_multipliers" and not value.startswith("["):
+        return value
+
+    for parse in (json.loads, float, ast.literal_eval):  # JSON has neither `.5` nor `{3: 0.05}`
         with contextlib.suppress(ValueError, SyntaxError):
-            return read(value)
+            return parse(value)
     words = WORDS.get(name, "'auto' where it takes it")
     raise ValueError(
         f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}."

@@ -70,9 +70,7 @@ RELATIVE_METRICS = ("descent_share", "largest_rise")
 
 def _help_from_docstring(cls: type) -> type:
     """Use each argument's paragraph of the class docstring as its command-line help, so that the two cannot differ."""
-    paragraphs = re.split(
-        r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__ or "").replace("\n    ", "\n\t")
-    )
+    paragraphs = re.split(r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__).replace("\n    ", "\n\t"))
     helps = {}
     for paragraph in paragraphs:
         name = paragraph.split(" ", 1)[0]
@@ -267,8 +265,8 @@ class DescentArguments:
         self._parse()
         self._check_choices()
         self._check_numbers()
-        self._check_constraints()
         self._check_targets()
+        self._check_constraints()
         self._check_dual_step()
         self._check_guard()
         self._check_baselines()
@@ -309,13 +307,6 @@ class DescentArguments:
                     f"`{name}` is {value}; give a number between {least:g} and {most:g}."
                 )
 
-    def _check_constraints(self) -> None:
-        if self.layer_rows is not None and not self.follows:
-            check_alpha(self.descent_alpha)
-        if self.initial_loss_bound != "auto":
-            check_initial_loss_bound(self.initial_loss_bound)
-        check_constrained_layers(self.constrained_layers)
-
     def _check_targets(self) -> None:
         for name in ("exit_targets", "loss_targets"):
             targets = check_targets(name, getattr(self, name))
@@ -325,6 +316,13 @@ class DescentArguments:
 
         if self.exit_targets is not None:
             _check_shares(self.exit_targets)
+
+    def _check_constraints(self) -> None:
+        if self.layer_rows is not None and not self.follows:
+            check_alpha(self.descent_alpha)
+        if self.initial_loss_bound != "auto":
+            check_initial_loss_bound(self.initial_loss_bound)
+        check_constrained_layers(self.constrained_layers)
 
         is_descent = self.objective_class.moves_multipliers
         if self.constrained_layers and is_descent and self.layer_rows is None:
@@ -426,7 +424,8 @@ class DescentArguments:
     @property
     def states_constraints(self) -> bool:
         """Whether constraints were asked for, rather than left at their default."""
-        return self.descent_alpha is not None or bool(self.exit_targets or self.loss_targets)
+        stated = (self.descent_alpha, self.exit_targets, self.loss_targets)
+        return any(argument is not None for argument in stated)
 
     @property
     def follows(self) -> bool:

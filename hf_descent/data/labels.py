@@ -354,8 +354,8 @@ def _check_known(
     first = next(place for place, name in zip(places, names) if name in unknown)
     place = f"column `{column}`, first in {name_rows([first])}"
     raise ValueError(
-        f"The {split} split has the classes [{_listed(unknown)}] ({place}), which the training split does not: "
-        f"[{_listed(classes)}]. Write the labels of all splits alike (true and false are no numbers of a "
+        f"The {split} split has the classes [{listed(unknown)}] ({place}), which the training split does not: "
+        f"[{listed(classes)}]. Write the labels of all splits alike (true and false are no numbers of a "
         "`ClassLabel`), and drop rows of classes that training lacks."
     )
 
@@ -365,7 +365,7 @@ def warn_of_counting_from_1(numbers: Collection[int], classes: Sequence[str], so
     among them, so that they may count from 1."""
     if not numbers or 0 in numbers or not are_places(classes):
         return
-    meaning = ", ".join(f"{number} is {classes[number]!r}" for number in sorted(numbers))
+    meaning = listed(sorted(numbers), lambda number: f"{number} is {classes[number]!r}")
     logger.warning(
         f"The numbers in {source} count the names of classes from 0, but 0 does not occur: {meaning}. If they count "
         "from 1, subtract 1 or write the names."
@@ -375,7 +375,7 @@ def warn_of_counting_from_1(numbers: Collection[int], classes: Sequence[str], so
 def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
     """Shows the classes and their counts, so that two spellings of one class catch the eye."""
     counts = Counter(names)
-    report = _listed(classes, lambda name: f"{_spelled(name)}: {counts[name]}")
+    report = listed(classes, lambda name: f"{_spelled(name)}: {counts[name]}")
     logger.warning(
         f"The {len(names)} labelled training rows have {len(classes)} classes: {report}."
     )
@@ -390,7 +390,7 @@ def _spelled(name: str) -> str:
     return ascii(name)
 
 
-def _listed(names: Sequence[str], show: Callable[[str], str] = _spelled) -> str:
+def listed(names: Sequence, show: Callable[[Any], str] = _spelled) -> str:
     """The first names, each as `show` gives it, and how many more there are."""
     shown = ", ".join(map(show, names[:MOST_CLASSES_NAMED]))
     more = len(names) - MOST_CLASSES_NAMED

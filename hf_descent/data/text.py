@@ -14,6 +14,7 @@ from .labels import (
     class_key,
     class_labels,
     encode_labels,
+    listed,
     missing_labels,
     warn_of_counting_from_1,
 )
@@ -111,7 +112,9 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
             )
 
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
-        meaning = ", ".join(f"{known} is {name!r}" for known, name in zip(classes, names))
+        meaning = listed(
+            range(len(names)), lambda number: f"{classes[number]} is {names[number]!r}"
+        )
         logger.warning(
             f"The classes of the model have no names. They are taken for those of the data in their order: {meaning}."
         )

@@ -145,9 +145,9 @@ class Multipliers:
         for name in self._TENSORS:
             current = getattr(self, name)
             if name not in state or state[name].shape != current.shape:
-                found = tuple(state[name].shape) if name in state else "nothing"
+                shape = tuple(state[name].shape) if name in state else "nothing"
                 raise ValueError(
-                    f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed."
+                    f"The dual state holds {shape} for '{name}' where {tuple(current.shape)} is needed."
                 )
             if not state[name].isfinite().all() or (
                 not name.endswith("mean") and (state[name] < 0).any()

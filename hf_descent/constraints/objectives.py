@@ -157,8 +157,8 @@ class Quadratic(Hinge):
 
 
 _CLASSES = {
-    each.name: each
-    for each in (
+    objective.name: objective
+    for objective in (
         Descent,
         PlainTraining,
         DeepSupervision,

@@ -56,9 +56,8 @@ class BatchLosses:
     scores: list  # what the caller's `score` returned for each layer
     # [rows, layers + 1], of each row the sums of its losses and its items; rows without items have zeros.
     rows: torch.Tensor
-    is_split: (
-        torch.Tensor
-    )  # whether the rows are those of the batch, not the batch as a whole; a scalar
+    # Whether the rows are those of the batch, not the batch as a whole; a scalar.
+    is_split: torch.Tensor
     tokens: TokenStatistics | None = None  # where asked for
 
 
@@ -122,12 +121,12 @@ class ReplayedLosses:
             _require_gradient(layer, hidden, objective, self.readout)
             losses.append(loss)
 
-        given = self.task.model_inputs(inputs)
+        arguments = self.task.model_inputs(inputs)
         if items is not None and self.task.accepts_items:
-            given["num_items_in_batch"] = items
+            arguments["num_items_in_batch"] = items
         unweighted = _unweighted(objective, self.num_layers)
         with self.readout.attach(read, no_grad_layers=unweighted, score=loss_of):
-            outputs = model(**given)
+            outputs = model(**arguments)
 
         parts = torch.stack(losses).float()  # [layers]
         if items is None:
@@ -296,13 +295,13 @@ class TiledLosses:
         count = torch.full((), len(tokens.rows), device=sums.device)
         rows = torch.cat([*(losses.rows for losses in parts), parts[-1].row_items], dim=1)
         return BatchLosses(
-            sums / count.clamp(min=1),
-            count,
-            outputs,
-            scores,
-            rows,
-            torch.ones((), dtype=torch.bool, device=sums.device),
-            parts[-1].tokens,
+            means=sums / count.clamp(min=1),
+            items=count,
+            outputs=outputs,
+            scores=scores,
+            rows=rows,
+            is_split=torch.ones((), dtype=torch.bool, device=sums.device),
+            tokens=parts[-1].tokens,
         )
 
     def _generator(self, key) -> torch.Generator:
@@ -326,7 +325,8 @@ def _require_gradient(layer, hidden, objective, readout) -> None:
     if layer not in objective.trained or layer == readout.num_layers or hidden.requires_grad:
         return
     below = readout.stack.layers[:layer]
-    is_frozen = not any(each.requires_grad for module in below for each in module.parameters())
+    parameters = [parameter for module in below for parameter in module.parameters()]
+    is_frozen = not any(parameter.requires_grad for parameter in parameters)
     is_checkpointed = any(
         getattr(module, "gradient_checkpointing", False) for module in readout.model.modules()
     )

@@ -121,7 +121,7 @@ class RowLosses:
 
     def _called_on_each(self, outputs, inputs) -> torch.Tensor:
         rows = len(self._task.predicted_labels(inputs))
-        found = []
+        sums = []
         for row in range(rows):
 
             def of_row(tensor, row=row):
@@ -130,12 +130,12 @@ class RowLosses:
 
             own_inputs = map_tensors(of_row, dict(inputs))
             items = self._task.count(own_inputs)
-            given = items if self._task.loss_fn is not None else None
-            loss = self._task(map_tensors(of_row, outputs), own_inputs, given)
+            divisor = items if self._task.loss_fn is not None else None
+            loss = self._task(map_tensors(of_row, outputs), own_inputs, divisor)
             loss = torch.where(items > 0, loss.float(), 0.0)
-            found.append(torch.stack([loss * items, items.float()]))
+            sums.append(torch.stack([loss * items, items.float()]))
 
-        return torch.stack(found)
+        return torch.stack(sums)
 
 
 def _added_up(losses: torch.Tensor, items: torch.Tensor) -> torch.Tensor:

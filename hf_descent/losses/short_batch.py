@@ -44,10 +44,10 @@ def shortened(
             return value[rows][:, tokens].contiguous()
         return value[rows].contiguous()
 
-    found = {**batch, **map_tensors(shorten, inputs)}
+    short = {**batch, **map_tensors(shorten, inputs)}
     for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & batch.keys():
-        found[name] = batch[name].clamp(max=found["labels"].shape[1]).unique()
-    return _with_labels_that_count(found, labels, label_names)
+        short[name] = batch[name].clamp(max=short["labels"].shape[1]).unique()
+    return _with_labels_that_count(short, labels, label_names)
 
 
 def _of_tokens(
@@ -109,15 +109,15 @@ def _few_tokens(images: torch.Tensor, mask: torch.Tensor | None) -> slice:
 
 
 def _with_labels_that_count(
-    found: dict[str, Any], labels: torch.Tensor, label_names: Iterable[str]
+    short: dict[str, Any], labels: torch.Tensor, label_names: Iterable[str]
 ) -> dict[str, Any]:
     """The short batch, with others of the batch's `labels` where none of its own count: they come later in each row,
     or in other rows."""
     counted = labels[labels != IGNORE_INDEX]
     if not len(counted):
-        return found
-    for name in names_of_labels(found, label_names):
-        own = found[name]
+        return short
+    for name in names_of_labels(short, label_names):
+        own = short[name]
         if are_token_labels(own) and not own[:, 1:].ne(IGNORE_INDEX).any():
-            found[name] = counted[torch.arange(own.numel()) % len(counted)].view_as(own)
-    return found
+            short[name] = counted[torch.arange(own.numel()) % len(counted)].view_as(own)
+    return short

@@ -64,8 +64,8 @@ class TaskLoss:
             has_custom_readout=readout is not None,
             accepts_items=accepts_items,
         )
-        found = task._find_shift(task.short(batch), readout)
-        task.shifts_labels = shifts_labels if found is None else found
+        shift = task._find_shift(task.short(batch), readout)
+        task.shifts_labels = shifts_labels if shift is None else shift
         return task
 
     def __call__(
@@ -180,22 +180,22 @@ class TaskLoss:
         if not self.accepts_items and self.loss_fn is None and self.smoother is None:
             return False
         batch = self.short(batch)
-        given = self.model_inputs(batch)
+        arguments = self.model_inputs(batch)
         losses = []
         for items in (torch.tensor(1.0), torch.tensor(2.0)):
             if self.accepts_items:
-                given["num_items_in_batch"] = items
+                arguments["num_items_in_batch"] = items
             # From the same random state, or the loss of a model that draws would seem to depend on them.
             with probing(self.model):
-                losses.append(self(self.model(**given), batch, items))
+                losses.append(self(self.model(**arguments), batch, items))
         return bool(losses[0] != losses[1]) and bool(losses[0].isfinite())
 
     def _find_shift(self, batch, readout) -> bool | None:
         """Whether position t predicts label t+1; `None` where that cannot be found out."""
-        given = [name for name in (*self.label_names, "labels") if batch.get(name) is not None]
-        if not given or not are_token_labels(batch[given[0]]):
+        names = [name for name in (*self.label_names, "labels") if batch.get(name) is not None]
+        if not names or not are_token_labels(batch[names[0]]):
             return False
-        name = given[0]
+        name = names[0]
 
         def custom_loss(labels):
             inputs = self.model_inputs(batch)
@@ -240,14 +240,13 @@ class TaskLoss:
 
 def check_scalar_loss(loss: Any) -> None:
     """TypeError unless what a custom loss returned is a floating-point scalar tensor."""
-    if not isinstance(loss, torch.Tensor):
-        found = repr(loss)
-    elif loss.shape or not loss.is_floating_point():
-        found = f"{loss.dtype} of shape {list(loss.shape)}"
-    else:
-        return
+    returned = repr(loss)
+    if isinstance(loss, torch.Tensor):
+        if loss.is_floating_point() and not loss.shape:
+            return
+        returned = f"{loss.dtype} of shape {list(loss.shape)}"
     raise TypeError(
-        f"`layer_loss_fn` (or `compute_loss_func`) returned {found} for the outputs of one layer; return a "
+        f"`layer_loss_fn` (or `compute_loss_func`) returned {returned} for the outputs of one layer; return a "
         "floating-point scalar tensor, such as the mean over the batch."
     )
 

@@ -151,32 +151,32 @@ class EmbeddingNoise:
     def _enter(self, module, args, kwargs):
         # The class's forward: wrappers put on instances (autocast, replay) can hide the names.
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        given = {**dict(zip(names, args)), **kwargs}
+        arguments = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
-        self._calls.append(self._call_of(module, given))
+        self._calls.append(self._call_of(module, arguments))
         if not is_outermost or not self._is_active():
             return None
 
-        noisy = self._noisy_inputs(given)
+        noisy = self._noisy_inputs(arguments)
         named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
         return (*named, *args[len(names) :]), {**kwargs, **noisy}
 
-    def _call_of(self, module: nn.Module, given: dict[str, Any]) -> _Call:
-        """The forward call of `module` with the arguments `given`, inside those that are running."""
-        ids = given.get("input_ids")
-        mask = given.get("attention_mask")
+    def _call_of(self, module: nn.Module, arguments: dict[str, Any]) -> _Call:
+        """The forward call of `module` with its `arguments`, inside those that are running."""
+        ids = arguments.get("input_ids")
+        mask = arguments.get("attention_mask")
         if mask is None and ids is not None and self._calls and ids is self._calls[-1].input_ids:
             mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
-        cache = given.get("cache", given.get("past_key_values"))  # its name before 5.24
+        cache = arguments.get("cache", arguments.get("past_key_values"))  # its name before 5.24
         return _Call(
             input_ids=ids,
             mask=mask,
             cache=cache,
-            has_signal=module is self._model and given.get(self._main_input) is not None,
-            looked_up=given.get("inputs_embeds") is not None,
+            has_signal=module is self._model and arguments.get(self._main_input) is not None,
+            looked_up=arguments.get("inputs_embeds") is not None,
         )
 
-    def _noisy_inputs(self, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _noisy_inputs(self, arguments: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The floating-point inputs of the outermost call that carry the signal, with noise, by name."""
         if self._main_input == "input_ids":
             masks = {
@@ -188,14 +188,14 @@ class EmbeddingNoise:
 
         noisy = {}
         for name, mask_name in masks.items():
-            signal = given.get(name)
+            signal = arguments.get(name)
             if signal is None:
                 continue
             if not signal.is_floating_point():
                 raise ValueError(
                     f"`{name}` has dtype {signal.dtype}; noise needs floats: use noise level 0."
                 )
-            mask = given.get(mask_name)
+            mask = arguments.get(mask_name)
             belongs = torch.is_tensor(mask) and mask.shape == signal.shape[:2]
             if self._main_input != "input_ids" and not belongs:
                 mask = None  # it belongs to another input, such as CLIP's text
@@ -377,16 +377,16 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
             "(or, as XLNet, with the batch last). Use another model, or no noise."
         )
 
-    found = [lookup]
+    lookups = [lookup]
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.weight is weight and module is not lookup:
-            found.append(module)
+            lookups.append(module)
 
     # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
     wrappers = {
         module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")
     }
-    return list(dict.fromkeys(wrappers.get(module, module) for module in found))
+    return list(dict.fromkeys(wrappers.get(module, module) for module in lookups))
 
 
 def _has_second_table(model: nn.Module, weight: torch.Tensor | None) -> bool:

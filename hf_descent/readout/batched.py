@@ -66,13 +66,13 @@ def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -
 
     on_cpu = inputs[0].device.type == "cpu"
     with nullcontext() if on_cpu else SameDropout():
-        found = torch.func.vmap(run, randomness="same")(*inputs)
+        all_results = torch.func.vmap(run, randomness="same")(*inputs)
 
     # `made` has the places of the tensors, and what is none.
     values, structure = made
     are_tensors = [isinstance(value, torch.Tensor) for value in values]
     results = []
-    for own in zip(*(tensor.unbind() for tensor in found)):
+    for own in zip(*(tensor.unbind() for tensor in all_results)):
         own = iter(own)
         leaves = [
             next(own) if is_tensor else value for value, is_tensor in zip(values, are_tensors)

@@ -235,19 +235,16 @@ class _Scale(nn.Module):
 
 
 def _scale_before_head(model, tail, received) -> tuple[float, torch.Tensor] | tuple[None, None]:
-    """The constant by which the head's input is another than what a module before it made, and what that made; a root
-    of a number of the config, or of its inverse. `None` where the head gets what a module made, or a function is
-    between."""
+    """T5's constant, and what is multiplied by it to make the head's input; `None` where the head gets what a module
+    made, or another function is between."""
     made = [call.made[0] for call in tail if call.made and call.made[0].shape == received.shape]
     if not made or any(share_storage(received, tensor) for tensor in made):
         return None, None
-    config = getattr(_text_config(model), "__dict__", {})
-    numbers = {value for value in config.values() if type(value) in (int, float) and value > 0}
-    last = made[-1].double()
-    estimate = float((received.double() * last).sum() / last.square().sum())
-    candidates = [number**power for number in numbers for power in (-1.0, -0.5, 0.5, 1.0)]
-    factor = min(candidates, key=lambda candidate: abs(candidate - estimate), default=1.0)
-    error = (received.double() - factor * last).abs().max().item()
+    width = getattr(_text_config(model), "d_model", None)
+    if width is None:
+        return None, None
+    factor = width**-0.5
+    error = (received.double() - factor * made[-1].double()).abs().max().item()
     if not error <= 4 * torch.finfo(received.dtype).eps * received.abs().max().item():
         return None, None
     return factor, made[-1]

@@ -77,10 +77,11 @@ def _has_loss(loss_of, labels, position) -> bool:
 def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """`inputs` with the decoder's, which an encoder-decoder makes of its labels, where it has a method for that."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    given = any(
-        inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")
-    )
-    if make is None or given or inputs.get("labels") is None or not model.config.is_encoder_decoder:
+    names = ("decoder_input_ids", "decoder_inputs_embeds")
+    has_inputs = any(inputs.get(name) is not None for name in names)
+    if make is None or has_inputs or inputs.get("labels") is None:
+        return inputs
+    if not model.config.is_encoder_decoder:
         return inputs
     return {**inputs, "decoder_input_ids": make(inputs["labels"])}
 

@@ -76,9 +76,8 @@ class HeadLosses(NamedTuple):
     """Losses of all layers, summed over the labelled tokens of one micro-batch."""
 
     objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
-    sums: (
-        torch.Tensor
-    )  # [layers]; of a sample, an unbiased estimate of that over all labelled tokens
+    # [layers]; of a sample, an unbiased estimate of that over all labelled tokens.
+    sums: torch.Tensor
     tokens: TokenStatistics | None = None  # of the last layer, where asked for
     # Where documents are given: their part of the sums `[documents, layers]`, and their tokens `[documents, 1]`.
     rows: torch.Tensor | None = None
@@ -173,8 +172,8 @@ def tiled_layer_losses(
     if documents is not None:
         numbers, count = documents
         of_rows = _document_sums(groups, numbers.to(there), tokens.rows, count)
-    found = map_tensors(lambda tensor: tensor.to(here), (sums, statistics, *of_rows))
-    return HeadLosses(objective, *found)
+    values = map_tensors(lambda tensor: tensor.to(here), (sums, statistics, *of_rows))
+    return HeadLosses(objective, *values)
 
 
 def _layer_groups(hidden_states, tokens, value_only, reader) -> list[LayerGroup]:

@@ -332,21 +332,21 @@ class _Call:
 def _is_sharded(model):
     """Whether modules gather their parameters when they are called, by hooks that know no batches of layers."""
     parameters = model.parameters()
-    if any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in parameters):
+    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in parameters):
         return True
-    return any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules())
+    return any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
 
 
 def _require_equal(together, alone):
     """ValueError unless a layer that was read with others gives what it gives alone, up to rounding."""
-    for found, expected in zip(tensors(together), tensors(alone), strict=True):
-        if found.shape != expected.shape or found.dtype != expected.dtype:
-            raise ValueError(f"a result has shape {list(found.shape)}, not {list(expected.shape)}")
-        if found.numel() == 0:
+    for value, expected in zip(tensors(together), tensors(alone), strict=True):
+        if value.shape != expected.shape or value.dtype != expected.dtype:
+            raise ValueError(f"a result has shape {list(value.shape)}, not {list(expected.shape)}")
+        if value.numel() == 0:
             continue
         # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
-        rows = zip(torch.atleast_1d(found).split(1), torch.atleast_1d(expected).split(1))
-        eps = torch.finfo(found.dtype).eps if found.is_floating_point() else 0.0
+        rows = zip(torch.atleast_1d(value).split(1), torch.atleast_1d(expected).split(1))
+        eps = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
         largest = float(expected.abs().nan_to_num(0.0, posinf=0.0).max())
         tolerance = max(1e-4, 4 * eps) * largest
         for row, own in rows:

@@ -80,6 +80,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         if "input_ids" not in example:  # TRL leaves images and their texts to the collator
             batch = self.data_collator([example])
             example = {name: batch[name][0].tolist() for name in ("input_ids", "labels")}
+
         tokens = example["input_ids"]
         labels = example.get("labels", tokens)
         count = sum(label != IGNORE_INDEX for label in labels)
@@ -159,6 +160,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         has_labels = isinstance(dataset, Dataset) and "labels" in dataset.column_names
         if processes == 1 or not self._reads_layers or not has_labels:
             return dataset
+
         missing = -len(dataset) % (self.args.eval_batch_size * processes)
         filler = dataset.select([0] * missing)
         ignored = [[IGNORE_INDEX] * len(labels) for labels in filler["labels"]]
@@ -208,8 +210,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # TRL would count from nothing.
-        saved = RunFolder(kwargs.get("resume_from_checkpoint") or "").summary
-        self._total_train_tokens = saved.get("num_tokens", self._total_train_tokens)
+        checkpoint = kwargs.get("resume_from_checkpoint")
+        if checkpoint is not None:
+            saved = RunFolder(checkpoint).summary
+            self._total_train_tokens = saved.get("num_tokens", self._total_train_tokens)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
 

@@ -90,6 +90,7 @@ class DescentMixin:
         if args is None:
             args = self.config_class(output_dir="tmp_trainer")
         args = self.config_class.from_training_arguments(args)
+
         checks.check_one_loss(layer_loss_fn, keywords.get("compute_loss_func"))
         if layer_loss_fn is not None:
             keywords["compute_loss_func"] = layer_loss_fn
@@ -102,6 +103,7 @@ class DescentMixin:
             self._readout = None
         if model is not None:
             self._set_pooling(model)
+
         self._dual_dataset = dual_dataset
         self._run = DescentRun()
 
@@ -129,6 +131,7 @@ class DescentMixin:
 
         checks.check_supported(self, super().compute_loss)
         preparation.leave_compilation_to_layers(self)
+
         callback = DescentCallback(
             before_training=self._prepare_finished,
             after_step=self._after_optimizer_step,
@@ -160,7 +163,16 @@ class DescentMixin:
         """Whether evaluations of plain training read the layers, to judge or to choose by them."""
         if self._reads_layers:
             return False
-        return self.args.states_constraints or checks.chooses_by_layers(self)
+        if self.args.states_constraints:
+            return True
+        return checks.chooses_by_layers(self)
+
+    @property
+    def _measures_layers(self) -> bool:
+        """Whether evaluations read the layers."""
+        if self._reads_layers:
+            return True
+        return self._judges_plain_training
 
     @property
     def _stock_scaling_is_right(self) -> bool:
@@ -206,6 +218,7 @@ class DescentMixin:
                 model, inputs, keep_logits=return_outputs
             )
         self._log_tokens(inputs, losses.outputs, losses.tokens)
+
         # A part of the sum over the whole step, of which DDP would take the mean over processes.
         loss = losses.objective * self.args.world_size
         # Labels that come with `_prepare_inputs` were not counted: each micro-batch is then a mean.
@@ -307,22 +320,23 @@ class DescentMixin:
         return chain([first], batches)
 
     def _has_to_find_out(self, model: nn.Module) -> bool:
-        if self._reads_layers:
+        if self._measures_layers:
             return not self._run.reads(model)
-        if self._judges_plain_training and not self._run.reads(model):
-            return True
+        if self._run.task is not None:
+            return False
 
+        if not self._stock_scaling_is_right:
+            return True
         # Trainer itself counts the labels of plain training, which takes their shift.
         is_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        if self.model_accepts_loss_kwargs or is_own_loss or not self._stock_scaling_is_right:
-            return self._run.task is None
-        return False
+        return self.model_accepts_loss_kwargs or is_own_loss
 
     def _find_out(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Find out on a batch what this run has to know of the model, its loss and its layers."""
         is_labelled = self._is_labelled(inputs)
         if self._reads_layers and not is_labelled:
             raise checks.without_labels(self.label_names, self.model, inputs)
+
         if self._reads_layers:
             self._run.find_layers(self, model, inputs, self._readout, self._dual_dataset)
         elif is_labelled:
@@ -330,6 +344,7 @@ class DescentMixin:
             self._run.find_task(self, model, inputs, finds_items)
             if self._judges_plain_training:
                 self._run.find_plain_layers(self, model, inputs)
+
         if self._run.task is not None:
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._run.task.shifts_labels
@@ -398,7 +413,7 @@ class DescentMixin:
         output = super().evaluation_loop(
             dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
         )
-        if not (self._reads_layers or self._judges_plain_training):
+        if not self._measures_layers:
             return output
 
         if not output.num_samples:
@@ -422,6 +437,7 @@ class DescentMixin:
         additions, certificate = evaluation.layer_metrics(
             run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
         )
+
         if not self._reads_layers:
             additions.pop(f"{prefix}_loss", None)  # Trainer's own stays
         metrics.update(additions)
@@ -444,8 +460,8 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         is_labelled = self._is_labelled(inputs)
-        needs_facts = self._judges_plain_training or not self._stock_scaling_is_right
-        if is_labelled and needs_facts and self._has_to_find_out(model):
+        is_stock = self._stock_scaling_is_right and not self._judges_plain_training
+        if is_labelled and not is_stock and self._has_to_find_out(model):
             self._find_out(model, preparation.prepared(self, inputs))
 
         if self._reads_layers:

@@ -39,11 +39,13 @@ ReadableState = type(READABLE_STATE, (TrainerCallback,), {})
 def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
     """Add `callback`, and the console output below in place of Trainer's; once."""
     callbacks = {type(known): known for known in trainer.callback_handler.callbacks}
+
     if DescentCallback not in callbacks:
         # First of all: others may save a checkpoint at the end of a step.
         trainer.callback_handler.callbacks.insert(0, callback)
         if trainer.args.restore_callback_states_from_checkpoint:
             trainer.add_callback(ReadableState)
+
     replacements = {
         ProgressCallback: DescentProgressCallback,
         PrinterCallback: DescentPrinterCallback,
@@ -96,10 +98,12 @@ class DescentCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics is None:
             return
-        metric = (args.metric_for_best_model or "").removeprefix("eval_")
-        score = metrics.get(f"eval_{metric}", 0.0)
-        if metric.endswith("feasible_score") and score < 0:
-            self._put_off_stopping()
+        metric = args.metric_for_best_model
+        if metric is not None and metric.endswith("feasible_score"):
+            metric = metric.removeprefix("eval_")
+            if metrics.get(f"eval_{metric}", 0.0) < 0:
+                self._put_off_stopping()
+
         names = [name for name in metrics if LAYER_LOSS.search(name)]
         if names and state.is_world_process_zero and is_installed("matplotlib"):
             self._draw(names, metrics, args, state.global_step)

@@ -27,12 +27,15 @@ def card_facts(
     model's only where this trainer `trained` it; a `readout` is what measured it, in place of its own head."""
     if "dataset_name" in given:
         given["dataset"] = given.pop("dataset_name")
+
     tags = listed(given.pop("tags", None))
     if tags is None:
         tags = []
     tags = dict.fromkeys([*tags, *type(trainer)._tag_names])
+
     summary = TrainingSummary.from_trainer(trainer, tags=list(tags), **given)
     tasks = listed(summary.tasks)
+
     return {
         "model_name": summary.model_name,
         "repo_id": trainer.hub_model_id,

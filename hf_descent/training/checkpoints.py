@@ -56,6 +56,7 @@ def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -
     that of the checkpoint is logged. ValueError where there is none, or the one named is not complete."""
     if not resume_from_checkpoint:
         return resume_from_checkpoint
+
     # On the first process: another could see a shared disk as it was a moment ago, and go on from elsewhere.
     checkpoint = resume_from_checkpoint
     if checkpoint is True:
@@ -112,6 +113,7 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
         now = present.get(name, "at its default")
         if before != now:
             changes.append(f"`{name}` was {before} and is {now}")
+
     if changes:
         logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
@@ -161,6 +163,7 @@ def check_agreement(accelerator: Accelerator, multipliers: torch.Tensor) -> None
     if process == 0:
         own_part = multipliers
     first = reduced(accelerator, own_part)  # [rows]
+
     if reduced(accelerator, (multipliers != first).any().float()):
         raise RuntimeError(
             f"The multipliers differ between processes: {multipliers.tolist()} on process {process}, "
@@ -371,10 +374,12 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
     for file in files:
         for name, weight in load_file(file).items():
             saved[name.removeprefix("_orig_mod.")] = weight
+
     # The conversion leaves new tensors in the model; its optimizer knows those before.
     slots = [slot for module in model.modules() for slot in (module._parameters, module._buffers)]
     before = [dict(slot) for slot in slots]
     conversions = getattr(model, "_weight_conversions", None)
+
     try:
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)

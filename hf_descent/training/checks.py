@@ -77,6 +77,7 @@ def _check_fine_tuning(trainer: Trainer) -> None:
             f"`loss_type` is {args.loss_type!r}, which cannot be computed at every layer; use 'nll', or "
             "`objective='erm'`."
         )
+
     if not getattr(args, "eval_packing", False):
         return
     if not trainer.padding_free and args.packing_strategy != "wrapped":

@@ -63,7 +63,9 @@ def plain_loss_on(
 ) -> float | None:
     """f_L of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
     measured on these very rows. The rows are read once, without the model: those of `held_out(dataset)`."""
-    rows = trainer.eval_dataset if dataset is None else dataset
+    rows = dataset
+    if rows is None:
+        rows = trainer.eval_dataset
     if isinstance(rows, str) and isinstance(trainer.eval_dataset, dict):
         rows = trainer.eval_dataset.get(rows)
     is_one_set = rows is not None and not isinstance(rows, dict)
@@ -89,6 +91,7 @@ def plain_loss_of(
     plain = of_same_data(profiles, profile)
     if plain is not None:
         return float(plain.losses[-1])
+
     if profile.gamma or not has_length(rows):
         return None
     return _loss_of_same_rows(trainer, profiles, rows, readout)  # in batches of another size
@@ -110,4 +113,5 @@ def _loss_of_same_rows(
             data = fingerprint_of(model, rows, **settings)
         if profile.data == data:
             return float(profile.losses[-1])
+
     return None

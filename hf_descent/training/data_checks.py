@@ -89,9 +89,10 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
     if positions is None or not has_position_table(trainer.model):
         return
     # Positions start afresh with every document where rows hold several.
-    documents = trainer.padding_free and "seq_lengths" in dataset.column_names
-    rows = dataset["seq_lengths"] if documents else dataset["input_ids"]
-    longest = max(max(row) if documents else len(row) for row in rows)
+    if trainer.padding_free and "seq_lengths" in dataset.column_names:
+        longest = max(map(max, dataset["seq_lengths"]))
+    else:
+        longest = max(map(len, dataset["input_ids"]))
     if longest > positions:
         raise ValueError(
             f"The {name} dataset has a sequence of {longest} tokens, but {type(trainer.model).__name__} has "

@@ -29,6 +29,7 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
 
     length = min(positions.shape[1] // 2, PACKING_TOKENS)
     error = _influence(model, _two_documents(inputs, labels, length), length)
+
     if error > _rounding(model, trainer):
         raise ValueError(
             f"{type(model).__name__} lets the documents of a packed row see one another: its logits change by "
@@ -42,10 +43,9 @@ def _packs(trainer: Trainer) -> bool:
     args = trainer.args
     if not getattr(trainer, "padding_free", False):
         return False
-    joins_rows = args.train_batch_size > 1
-    if trainer.eval_dataset:
-        joins_rows = joins_rows or args.eval_batch_size > 1
-    return args.packing or joins_rows
+    if args.packing or args.train_batch_size > 1:
+        return True
+    return bool(trainer.eval_dataset) and args.eval_batch_size > 1
 
 
 def _two_documents(inputs: Mapping[str, Any], labels: torch.Tensor, length: int) -> dict[str, Any]:
@@ -55,8 +55,9 @@ def _two_documents(inputs: Mapping[str, Any], labels: torch.Tensor, length: int)
         # Positions tell the lengths, too.
         if value is labels or name.startswith(("cu_seq_lens", "max_length")):
             continue
-        is_of_tokens = getattr(value, "shape", ())[:2] == labels.shape
-        batch[name] = value[:1, : 2 * length] if is_of_tokens else value
+        batch[name] = value
+        if getattr(value, "shape", ())[:2] == labels.shape:
+            batch[name] = value[:1, : 2 * length]
 
     places = torch.arange(length, device=labels.device)
     batch["position_ids"] = places.repeat(2)[None]

@@ -235,6 +235,7 @@ def chosen_dataset(known, dataset):
         dataset = known
     if dataset is None:
         raise ValueError("The trainer has no `eval_dataset`: give one.")
+
     if isinstance(dataset, str):
         raise ValueError(
             f"`eval_dataset` is {dataset!r}, but the trainer has no sets with names: give a dataset."
@@ -258,6 +259,7 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
     loss_fn = trainer.compute_loss_func
     if loss_fn is None:
         loss_fn = trainer.label_smoother
+
     arguments = {
         "metric": "accuracy",
         "data_collator": trainer.data_collator,

@@ -29,6 +29,7 @@ def judging_state(
     dual = DualState(trainer.args, num_layers, 0, 0, chance)  # of 0 steps: it judges alone
     if not is_trained:
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
+
     if dual.problem is None and (trainer.args.exit_targets or trainer.args.loss_targets):
         logger.warning_once(
             "The targets are not judged: the loss of a constant prediction, above which no layer meets them, is not "

@@ -72,6 +72,7 @@ class LayerObjective:
             key=(self._rank, self.global_step, self.totals.micro_batches),
             keep_logits=keep_logits,
         )
+
         self.totals.add(losses, share)
         return losses
 
@@ -201,6 +202,7 @@ class DescentObjective(LayerObjective):
                 raise ValueError(
                     f"`batches` begins with {first!r}; give dicts for `model(**batch)`, with labels."
                 )
+
             task = TaskLoss.probe(model, first, loss_fn=layer_loss_fn, readout=readout)
             layers = find_layer_losses(
                 model,
@@ -214,17 +216,21 @@ class DescentObjective(LayerObjective):
             )
             chance = _measured_chance(layers, chain([first], batches))
 
-        rank = 0
-        processes = 1
-        if dist.is_available() and dist.is_initialized():
-            rank = dist.get_rank()
-            processes = dist.get_world_size()
+        rank, processes = _place()
         if processes > 1:
             chances = [chance]
             dist.broadcast_object_list(chances)
             (chance,) = chances
+
         dual = DualState(args, layers.num_layers, max_steps, 0, chance, device)
         super().__init__(layers, dual, rank, processes)
+
+
+def _place() -> tuple[int, int]:
+    """The rank of this process, and the number of those that train together."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def _check_arguments(args: DescentArguments) -> None:

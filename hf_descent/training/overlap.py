@@ -70,12 +70,14 @@ def _share_memory(
     columns = [name for name in first.column_names if name in second.column_names]
     if not columns:
         return False
+
     first_places = _places(first, columns[0], first_indices)
     second_places = _places(second, columns[0], second_indices)
     # Almost always no address is shared, and there is no need to look at single rows.
     shared = np.intersect1d(first_places[:, 0], second_places[:, 0])
     if not len(shared):
         return False
+
     rows = {tuple(place) for place in first_places.tolist()}
     return any(tuple(place) in rows for place in second_places.tolist())
 

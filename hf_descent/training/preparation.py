@@ -89,6 +89,7 @@ def make_ready_for_ddp(trainer: Trainer, readout: Callable | None) -> None:
 
     if readout is None or args.ddp_find_unused_parameters is not None:
         return
+
     checkpointing = args.activation_checkpointing_kwargs
     if checkpointing and checkpointing.get("use_reentrant"):  # with which DDP could not look
         return
@@ -153,14 +154,20 @@ def find_layers(
     """
     check_documents(model, inputs, trainer)
 
+    trains = False
+    token_statistics = False
+    if is_minimised:
+        trains = trainer.is_in_train
+        token_statistics = trainer.logs_tokens
+
     args = trainer.args
     layers = find_layer_losses(
         model,
         inputs,
         task,
         readout=readout,
-        trains=trainer.is_in_train and is_minimised,
-        token_statistics=trainer.logs_tokens and is_minimised,
+        trains=trains,
+        token_statistics=token_statistics,
         token_fraction=args.readout_token_fraction,
         same_tokens=args.compares_neighbours,
         seed=args.seed,
@@ -174,6 +181,13 @@ def find_layers(
     return layers
 
 
+def has_state(checkpoint: str | None) -> bool:
+    """Whether a checkpoint holds the state of a dual side."""
+    if checkpoint is None:
+        return False
+    return os.path.isfile(os.path.join(checkpoint, STATE_NAME))
+
+
 def make_dual(
     trainer: Trainer,
     layers: LayerLosses,
@@ -183,7 +197,7 @@ def make_dual(
 ) -> DualState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on `dual_dataset`, or on the rows of training."""
-    saves_dual = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
+    saves_dual = has_state(checkpoint)
     start_step = trainer.state.global_step
     problem = None
     if saves_dual:
@@ -230,6 +244,7 @@ def _loss_at_chance(
     with probing(task.model):
         outputs = task.model(**task.model_inputs(inputs))
     _warn_of_half_precision(output_loss(outputs))
+
     chance = problem.get("chance_loss")
     if chance is None and resumes and args.initial_loss_bound == "auto":
         chance = problem.get("initial_loss_bound")  # version 0.1 measured f_0 in warm-up
@@ -266,8 +281,9 @@ def _rows_at_hand(trainer: Trainer):
 def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
     """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training rows, or not."""
     args = trainer.args
-    moves_multipliers = trainer.is_in_train and args.objective_class.moves_multipliers
-    if dual_dataset is None or not moves_multipliers:
+    if dual_dataset is None or not trainer.is_in_train:
+        return None
+    if not args.objective_class.moves_multipliers:
         return None
     return HeldOutRows(trainer, shuffled(dual_dataset, args))
 

@@ -1,7 +1,6 @@
 """One training of a trainer: what it finds out once, what it counts in the present step, and what it has measured."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from ..constraints.state import STATE_NAME, DualState
+from ..constraints.state import DualState
 from ..evaluation import Certificate
 from ..losses.layerwise import BatchLosses, LayerLosses
 from ..losses.task import TaskLoss
@@ -19,7 +18,14 @@ from ..readout.stack import unwrapped
 from .checks import for_verdicts, report_layers_at_chance
 from .judging import chance_in_training, judging_state
 from .objective import LayerObjective
-from .preparation import find_layers, find_task, make_dual, shared_batch, takes_items
+from .preparation import (
+    find_layers,
+    find_task,
+    has_state,
+    make_dual,
+    shared_batch,
+    takes_items,
+)
 from .records import Evaluation, EvaluationTotals, RunRecord, StepTotals
 from .references import LastLayerReferences, time_to_read
 
@@ -43,11 +49,13 @@ class DescentRun:
     def __init__(self, record: RunRecord | None = None):
         if record is None:
             record = RunRecord()
+
         self.record = record
         self.references = LastLayerReferences()
         if record.resumed_from is not None:
             self.references = LastLayerReferences.load(record.resumed_from)
             self.record.load(record.resumed_from)
+
         self.task: TaskLoss | None = None
         self.objective: LayerObjective | None = None
         self.noise: EmbeddingNoise | None = None
@@ -246,7 +254,7 @@ class DescentRun:
     def go_back_to(self, checkpoint: str) -> None:
         """Take over the dual side and the verdict of the best checkpoint, whose model was loaded."""
         self.record.load(checkpoint)
-        if self.dual is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME)):
+        if self.dual is not None and has_state(checkpoint):
             self.dual.load(checkpoint)
 
     def end_training(self, trainer: Trainer) -> None:

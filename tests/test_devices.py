@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.constraints import state
+from hf_descent.constraints.transfer import HostCopy, on_device
 from hf_descent.early_exit import ConfidenceExit, exit_profile
 
 
@@ -145,6 +147,44 @@ def test_steps_that_the_scaler_of_float16_skips_are_none_of_the_multipliers(
     assert (trainer.multipliers.values > 0).any() and all(
         p.isfinite().all() for p in trainer.model.parameters()
     )
+
+
+def test_numbers_arrive_on_the_host_and_on_the_device_as_they_were_sent(tmp_path, monkeypatch):
+    """What the multipliers move on is what the device had, and what weighs the losses is what the host had, without
+    a wait between the two: on a GPU both ways are asynchronous."""
+    arrivals = []
+    departures = []
+
+    class Watched(HostCopy):
+        def __init__(self, tensor):
+            self.sent = tensor.detach().float().clone()  # on the device: does not wait
+            super().__init__(tensor)
+
+        def numbers(self):
+            arrived = super().numbers()
+            arrivals.append((self.sent, arrived.copy()))
+            return arrived
+
+    def send(values, device):
+        sent = np.array(values, copy=True)
+        arrived = on_device(values, device)
+        departures.append((sent, arrived.clone()))
+        return arrived
+
+    monkeypatch.setattr(state, "HostCopy", Watched)
+    monkeypatch.setattr(state, "on_device", send)
+    for make, data in ((bert, classification_data()), (llama, language_data())):
+        args = config(tmp_path, use_cpu=not ON_GPU, max_steps=30, logging_strategy="no")
+        trainer = DescentTrainer(make(), args, train_dataset=data)
+        trainer.train()
+        assert (trainer.multipliers.values > 0).any()
+
+    assert len(arrivals) == 60
+    assert len(departures) >= 60
+    for on_the_device, on_the_host in arrivals:
+        np.testing.assert_array_equal(on_the_device.cpu().numpy(), on_the_host)
+    for on_the_host, on_the_device in departures:
+        np.testing.assert_array_equal(on_the_device.cpu().numpy(), on_the_host.astype(np.float32))
 
 
 def waits(trainer):

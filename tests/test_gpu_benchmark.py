@@ -8,7 +8,6 @@ import time
 import gpu
 import pytest
 from programs import ROOT, python
-from tiny_files import save_instructions
 
 
 def run(folder, *words):
@@ -22,16 +21,15 @@ def run(folder, *words):
 
 @pytest.mark.slow
 def test_it_runs_and_says_which_targets_hold(tmp_path):
-    model, rows = save_instructions(tmp_path)
-    text, facts = run(
-        tmp_path, "--minutes", "999", "--tests", "bfloat16", "--smollm2", model, rows, rows
-    )
+    text, facts = run(tmp_path, "--minutes", "999", "--tests", "bfloat16")
     assert facts["device"] in text.lower() and "toy sizes" in text and "failed" not in text.lower()
-    assert "4 test_bfloat16_accumulates_in_float32 passed" in text and "equal texts 2 of 2" in text
+    assert "4 test_bfloat16_accumulates_in_float32 passed" in text
+    assert facts["commit"]
     for target in (
-        "tests that fail <= 0", "default: step / ERM <= 1.2", "all tokens: step / ERM <= 3.2", "products >= 0.7",
-        "memory / ERM <= 1.02", "GiB off by <= 0.1", "upper quartile <= 1.03", "median <= 1.08", "median <= 1.3",
-        "median <= 2", "start in steps <= 3",
+        "tests that fail <= 0", "default: step / ERM <= 1.1", "all tokens: step / ERM <= 3.2", "products >= 0.7",
+        "memory / ERM <= 1.02", "GiB off by <= 0.1", "descent / stock Trainer, median <= 1.1", "median <= 1.2",
+        "median <= 1.3", "median <= 2", "BERT, 12 layers, median <= 1.12",
+        "start in steps <= 3", "RoBERTa, 24 layers, median <= 1.08",
     ):  # fmt: skip
         assert re.search(rf"\| .*{target} \| (\d\S* \| (yes|NO)|not measured \| ) \|", text), target
 
@@ -39,7 +37,7 @@ def test_it_runs_and_says_which_targets_hold(tmp_path):
 @pytest.mark.slow
 def test_a_case_that_fails_is_named_and_the_others_run_on(tmp_path):
     text, facts = run(tmp_path, "--minutes", "0")
-    assert text.count("Failed: TimeoutError") == len(facts["cases"]) == 9
+    assert text.count("Failed: TimeoutError") == len(facts["cases"]) == 11
 
 
 def test_targets_hold_at_their_limits():
@@ -52,7 +50,7 @@ def test_targets_hold_at_their_limits():
 
 
 def test_the_cases_have_eight_minutes_and_are_cut_off():
-    given = argparse.Namespace(smollm2=["model", "train", "test"], tests="")
+    given = argparse.Namespace(tests="")
     assert sum(seconds for seconds, _ in gpu.cases(given, False).values()) <= 60 * gpu.MINUTES
     with pytest.raises(TimeoutError), gpu.deadline(0.1):
         time.sleep(5)

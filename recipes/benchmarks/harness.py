@@ -108,13 +108,19 @@ def fit(model, rows, settings: dict, **extra) -> tuple[DescentTrainer, float]:
         return trainer, time.process_time() - start
 
 
+def commit() -> str:
+    """The commit of the code."""
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+
+
 class Runs:
     """Finished runs in a file of JSON lines, by their settings, each with the commit of its code."""
 
     def __init__(self, path: str):
-        self._path, self._known = path, {}
-        describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        self._commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+        self._path = path
+        self._known = {}
+        self._commit = commit()
         if os.path.exists(path):
             with open(path) as file:
                 for line in map(json.loads, file):

@@ -6,14 +6,15 @@ Models of real depth and tiny width: on a GPU, small models take the time that t
 operation of torch that computes something; views and empty memory are none. The counts repeat exactly. Multipliers are
 moved on the host in NumPy, which launches nothing. A GPU makes two copies more a step: of losses and of weights.
 
-With `--rounds` the processor time of a step is measured, too, in rounds in which plain training and ours take turns.
+With `--rounds` the time of a step is measured, too, in rounds in which plain training and ours take turns: that of
+the processor or, where there is a GPU, the clock's. `gpu.py` measures the same cases there.
 `--where` says in which function of this package the kernels are launched.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -45,14 +46,25 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Clock, ratios, take_turns, write
+from harness import ratios, take_turns, write
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.models import UTConfig, UTForVideoDenoising
 
 
-WIDTH, HEADS, VOCABULARY = 32, 2, 256
-ROWS, LENGTH, BATCH = 64, 16, 4
+class Size(NamedTuple):
+    """What the models of all cases have in common beside their depth."""
+
+    width: int = 32
+    heads: int = 2
+    vocabulary: int = 256
+    batch: int = 4
+    length: int = 16  # tokens of a row
+    image: int = 16  # pixels of a side
+    patch: int = 4
+
+
+TINY = Size()
 MAX_STEPS = 1000  # of the schedule, which none reaches: what happens every hundred steps stays out
 COUNTED_STEP = 3  # the first steps fill caches
 TIMED_STEPS = 12
@@ -132,97 +144,105 @@ class Case(NamedTuple):
     """What is counted: a model of so many layers, the rows that it trains on, and settings of ours alone."""
 
     title: str
-    make: Callable[[], tuple[torch.nn.Module, list[dict[str, Any]]]]
+    make: Callable[[Size], tuple[torch.nn.Module, list[dict[str, Any]]]]
     asked: float | None  # the ratio of a step's kernels that is asked for
     settings: dict[str, Any] = {}
 
 
-def _sentences(num_rows: int = ROWS) -> list[dict[str, Any]]:
-    mask = torch.ones(LENGTH, dtype=torch.long)
-    ids = torch.randint(5, VOCABULARY, (num_rows, LENGTH))
+def _sentences(size: Size) -> list[dict[str, Any]]:
+    mask = torch.ones(size.length, dtype=torch.long)
+    ids = torch.randint(5, size.vocabulary, (16 * size.batch, size.length))
     return [
         {"input_ids": row, "attention_mask": mask, "labels": index % 2}
         for index, row in enumerate(ids)
     ]
 
 
-def _texts() -> list[dict[str, Any]]:
-    return [{**row, "labels": row["input_ids"]} for row in _sentences()]
+def _texts(size: Size) -> list[dict[str, Any]]:
+    return [{**row, "labels": row["input_ids"]} for row in _sentences(size)]
 
 
-def bert():
+def bert(size: Size):
     config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
         num_hidden_layers=12,
-        num_attention_heads=HEADS,
+        num_attention_heads=size.heads,
     )
-    return BertForSequenceClassification(config), _sentences()
+    return BertForSequenceClassification(config), _sentences(size)
 
 
-def distilbert():
+def distilbert(size: Size):
     config = DistilBertConfig(
-        vocab_size=VOCABULARY, dim=WIDTH, hidden_dim=4 * WIDTH, n_layers=6, n_heads=HEADS
+        vocab_size=size.vocabulary,
+        dim=size.width,
+        hidden_dim=4 * size.width,
+        n_layers=6,
+        n_heads=size.heads,
     )
-    return DistilBertForSequenceClassification(config), _sentences()
+    return DistilBertForSequenceClassification(config), _sentences(size)
 
 
-def roberta():
+def roberta(size: Size):
     config = RobertaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
         num_hidden_layers=24,
-        num_attention_heads=HEADS,
-        max_position_embeddings=LENGTH + 4,
+        num_attention_heads=size.heads,
+        max_position_embeddings=size.length + 4,
     )
-    return RobertaForSequenceClassification(config), _sentences()
+    return RobertaForSequenceClassification(config), _sentences(size)
 
 
-def vit():
+def vit(size: Size):
     config = ViTConfig(
-        image_size=16,
-        patch_size=4,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
+        image_size=size.image,
+        patch_size=size.patch,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
         num_hidden_layers=12,
-        num_attention_heads=HEADS,
+        num_attention_heads=size.heads,
     )
-    images = torch.rand(ROWS, 3, 16, 16)
-    rows = [{"pixel_values": image, "labels": index % 2} for index, image in enumerate(images)]
+    images = torch.rand(size.batch, 3, size.image, size.image)
+    rows = [
+        {"pixel_values": images[index % size.batch], "labels": index % 2}
+        for index in range(16 * size.batch)
+    ]
     return ViTForImageClassification(config), rows
 
 
-def t5():
+def t5(size: Size):
     config = T5Config(
-        vocab_size=VOCABULARY,
-        d_model=WIDTH,
-        d_ff=4 * WIDTH,
-        d_kv=WIDTH // HEADS,
+        vocab_size=size.vocabulary,
+        d_model=size.width,
+        d_ff=4 * size.width,
+        d_kv=size.width // size.heads,
         num_layers=6,
         num_decoder_layers=6,
-        num_heads=HEADS,
+        num_heads=size.heads,
         decoder_start_token_id=0,
     )
-    rows = [{**row, "labels": row["labels"][: LENGTH // 2]} for row in _texts()]
+    rows = [{**row, "labels": row["labels"][: size.length // 2]} for row in _texts(size)]
     return T5ForConditionalGeneration(config), rows
 
 
-def llama():
+def llama(size: Size):
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=4 * WIDTH,
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
         num_hidden_layers=32,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
     )
-    return LlamaForCausalLM(config), _texts()
+    return LlamaForCausalLM(config), _texts(size)
 
 
-def denoiser():
-    clips = torch.rand(ROWS, 10, 256)  # [clips, frames, pixels]
+def denoiser(size: Size):
+    """The paper's, which has one width."""
+    clips = torch.rand(16 * size.batch, 10, 256)  # [clips, frames, pixels]
     rows = [{"pixel_values": clip, "labels": clip} for clip in clips]
     return UTForVideoDenoising(UTConfig(num_hidden_layers=7)), rows
 
@@ -240,23 +260,39 @@ CASES = {
 }
 
 
-class TimedWindow(Clock):
-    """Times some steps."""
+class TimedWindow(TrainerCallback):
+    """The mean seconds of some steps: of the processor or, on a GPU, of the clock, without a wait between steps."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._start = 0.0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == TIMED_STEPS // 4:  # the first steps fill caches
+            self._start = self._now()
 
     def on_step_end(self, args, state, control, **kwargs):
-        super().on_step_end(args, state, control, **kwargs)
         if state.global_step == TIMED_STEPS:
+            self.seconds = (self._now() - self._start) / (TIMED_STEPS - TIMED_STEPS // 4)
             control.should_training_stop = True
 
+    def _now(self) -> float:
+        if not torch.cuda.is_available():
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
-def make_trainer(case: Case, is_plain: bool, folder: str, callback) -> Trainer:
+
+def make_trainer(
+    case: Case, is_plain: bool, folder: str, callback, size: Size = TINY, use_cpu: bool = True
+) -> Trainer:
     """The stock `Trainer`, or ours with all layers constrained from the first step on."""
     torch.manual_seed(0)
-    model, rows = case.make()
+    model, rows = case.make(size)
     settings = {
         "output_dir": folder,
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": BATCH,
+        "per_device_train_batch_size": size.batch,
+        "per_device_eval_batch_size": size.batch,
         "max_steps": MAX_STEPS,
         "learning_rate": 1e-5,
         "report_to": "none",
@@ -264,13 +300,13 @@ def make_trainer(case: Case, is_plain: bool, folder: str, callback) -> Trainer:
         "logging_strategy": "no",
         "log_level": "error",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": use_cpu,
     }
-    data = {"train_dataset": rows, "eval_dataset": rows[: 3 * BATCH]}
+    data = {"train_dataset": rows, "eval_dataset": rows[: 3 * size.batch]}
     if is_plain:
         trainer = Trainer(model, TrainingArguments(**settings), callbacks=[callback], **data)
     else:
-        settings |= {"initial_loss_bound": 10.0, "dual_warmup_steps": 0, **case.settings}
+        settings.update(initial_loss_bound=10.0, dual_warmup_steps=0, **case.settings)
         trainer = DescentTrainer(model, DescentConfig(**settings), callbacks=[callback], **data)
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -288,23 +324,22 @@ def count(name: str, finds_functions: bool = False) -> dict[str, CountWindow]:
     return found
 
 
-def time_steps(name: str, rounds: int) -> tuple[float, float, float]:
-    """Quartiles of the ratio of processor times of a step, ours to plain training's, within a round."""
+def time_steps(name: str, rounds: int, size: Size = TINY) -> dict[str, list[float]]:
+    """Seconds of a step of "plain" training and of "ours" in each round."""
+    use_cpu = not torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder, _quiet():
 
         def arm(is_plain):
-            clock = TimedWindow()
-            trainer = make_trainer(CASES[name], is_plain, folder, clock)
+            window = TimedWindow()
+            trainer = make_trainer(CASES[name], is_plain, folder, window, size, use_cpu)
 
             def measure():
                 trainer.train()
-                steps = clock.steps[-TIMED_STEPS + 2 :]
-                return statistics.median(processor for _, processor in steps)
+                return window.seconds
 
             return measure
 
-        seconds = take_turns({"plain": arm(True), "ours": arm(False)}, rounds)
-    return ratios(seconds, "plain")["ours"]
+        return take_turns({"plain": arm(True), "ours": arm(False)}, rounds)
 
 
 @contextmanager
@@ -363,7 +398,8 @@ def main():
         windows = count(name, given.where)
         cases[name] = facts(name, windows)
         if given.rounds:
-            cases[name]["time"] = time_steps(name, given.rounds)
+            seconds = time_steps(name, given.rounds)
+            cases[name]["time"] = ratios(seconds, "plain")["ours"]
         print_case(cases[name])
         if given.where:
             print_functions(windows)

@@ -38,7 +38,7 @@ def load_csv(path: str, columns: Sequence[str]) -> Dataset:
     layout = find_layout(path, columns)
     features = Features(dict.fromkeys(layout.names, Value("string")))
     rows = cached_rows(csv_rows, features, path, layout=layout)
-    check_joined_rows(rows.data.table, layout.separator, path)
+    check_joined_rows(rows.data.table, path, layout.separator, layout.skips_blanks)
     return rows
 
 

@@ -7,7 +7,7 @@ of several lines is taken for rows by one rule:
   column, as rows have their labels. If the separator is rare in texts, a line is also like a row if it has as many
   separators.
 - If most lines are like rows, the file is refused. If two lines are, or most others than the first or last have as
-  many separators as a row, the value is reported on the screen.
+  many separators as a row, without a blank behind them, the value is reported on the screen.
 """
 
 import re
@@ -47,9 +47,9 @@ class CountedLines:
         return self.like_rows >= 2 or 2 * (self.as_wide - 1) > self.lines - 1
 
 
-def check_joined_rows(table: pyarrow.Table, separator: str, path: str) -> None:
+def check_joined_rows(table: pyarrow.Table, path: str, separator: str, skips_blanks: bool) -> None:
     """ValueError where a value of a csv file, whose cells are texts or None, holds rows; what may be rows is said on
-    the screen."""
+    the screen. `skips_blanks`: whether values of the file have blanks before them."""
     if table.num_columns < 2:
         return
     is_long = [compute.match_substring_regex(column, LINE_END.pattern) for column in table.columns]
@@ -60,7 +60,7 @@ def check_joined_rows(table: pyarrow.Table, separator: str, path: str) -> None:
 
     suspects = []
     for index, cells in zip(indices, _rows(table.filter(has_long))):
-        counts = _count_lines(cells, categories, separator)
+        counts = _count_lines(cells, categories, separator, skips_blanks)
         place = f"{_long_value(cells)} in row {index + 1}"
         if counts.are_rows:
             raise ValueError(
@@ -102,12 +102,15 @@ def _long_value(cells: Sequence[str | None]) -> str:
 
 
 def _count_lines(
-    cells: Sequence[str | None], categories: Sequence[set[str]], separator: str
+    cells: Sequence[str | None],
+    categories: Sequence[set[str]],
+    separator: str,
+    skips_blanks: bool,
 ) -> CountedLines:
     """The lines of a row, by the `categories` of all columns."""
     row = separator.join(cell for cell in cells if cell is not None)
     lines = [line.split(separator) for line in LINE_END.split(row) if line.strip()]
-    as_wide = sum(_is_as_wide(line, len(cells)) for line in lines)
+    as_wide = sum(_is_as_wide(line, len(cells), skips_blanks) for line in lines)
 
     like_rows = 0
     if separator in RARE_SEPARATORS:
@@ -123,8 +126,11 @@ def _count_lines(
     return CountedLines(len(lines), like_rows, as_wide)
 
 
-def _is_as_wide(line: Sequence[str], width: int) -> bool:
-    """Whether a line has as many values as there are columns, but for blank ones at its end."""
+def _is_as_wide(line: Sequence[str], width: int, skips_blanks: bool) -> bool:
+    """Whether a line has as many values as there are columns, but for blank ones at its end. A comma before a blank is
+    one of a text."""
+    if not skips_blanks and any(value.startswith(" ") for value in line[1:]):
+        return False
     return len(line) >= width and not any(line[width:])
 
 

@@ -225,7 +225,9 @@ def test_the_first_line_tells_the_separator(tmp_path, content, columns, expected
 @pytest.mark.parametrize(
     ("content", "text", "is_said"),
     [
-        ('text,label\n"a, b\nc",1\ne,0\n', "a, b\nc", True),
+        ('text,label\n"a,b\nc",1\ne,0\n', "a,b\nc", True),
+        ('text, label\n"a, b\nc", 1\ne, 0\n', "a, b\nc", True),
+        ('text,label\n"a, b\nc",1\ne,0\n', "a, b\nc", False),
         ('text,label\n"a, b\nc, d",1\ne,0\n', "a, b\nc, d", False),
         ('text|label\n"a | b\nc | d"|1\n', "a | b\nc | d", False),
         ('text\n"a\nb"\n', "a\nb", False),
@@ -263,7 +265,7 @@ def test_rows_in_a_value_are_found_though_some_lack_separators(tmp_path, content
 @pytest.mark.parametrize("is_label_first", [False, True])
 def test_texts_of_several_lines_are_read(tmp_path, caplog, separator, has_number, is_label_first):
     texts = [
-        "Dear all,\n\nthank you, oh, so, much",
+        "Dear all,\n\nthank you, bye",
         "one\ntwo",
         "a\nb\nc; d\n",
         "1\n0",

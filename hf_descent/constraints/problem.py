@@ -484,7 +484,7 @@ def _layers_up_to(last: float) -> str:
     if last == 0:
         return "layers below the last (this model has one layer)"
     if math.isinf(last):
-        return "layers, from 1 on,"
+        return "layers from 1 on"
     return f"layers 1 to {last}"
 
 

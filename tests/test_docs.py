@@ -250,6 +250,22 @@ def test_documents_are_short(path):
     assert len(path.read_text()) <= LIMITS.get(path, 2_500)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_a_page_begins_with_what_its_reader_can_do(path):
+    beginning = path.read_text().split("\n\n")[1]
+    starts = {"index.md": "Fine-tune ", "api.md": "On this page you can "}
+    assert beginning.startswith(starts.get(path.name, "After this page "))
+
+
+def test_the_site_and_its_first_page_list_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    first = (ROOT / "docs/index.md").read_text()
+    for path in PAGES:
+        assert f": {path.name}\n" in navigation
+        is_part = path.name.startswith("results_") or path.name == "index.md"
+        assert is_part or f"]({path.name})" in first
+
+
 def test_the_lines_of_the_readme_are_short():
     assert all(len(line) <= 120 for line in prose(README).splitlines())
 

@@ -708,15 +708,22 @@ def depths(task: str) -> str:
         cells = [mean(cell, 3) if cell else "" for cell in losses]
         lines.append([name, str(len(models)), f"{cost:.1f}", *cells])
 
-    trained = [losses for name, _, losses in rows if name != "plain"]
-    spread = [
-        max(np.std(losses[layer], ddof=1) for losses in trained if len(losses[layer]) > 1)
-        for layer in range(depth)
-    ]
-    spread_cells = [f"{value:.3f}" for value in spread]
-    lines.append(["*largest standard deviation but of plain*", "", "", *spread_cells])
+    if len(arms["plain"]) > 1:
+        trained = [losses for name, _, losses in rows if name != "plain"]
+        lines.append(["*largest standard deviation but of plain*", "", "", *spread(trained, depth)])
     header = ["training", "models", "time, plain = 1"]
     return markdown([*header, *(f"f_{layer}" for layer in range(1, depth + 1))], lines)
+
+
+def spread(losses_of_rows: list[list[list[float]]], depth: int) -> list[str]:
+    """The largest standard deviation over the seeds at each depth."""
+    cells = []
+    for layer in range(depth):
+        deviations = [
+            np.std(losses[layer], ddof=1) for losses in losses_of_rows if len(losses[layer]) > 1
+        ]
+        cells.append(f"{max(deviations):.3f}")
+    return cells
 
 
 def one_model_for_all(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
@@ -734,6 +741,8 @@ def one_model_each(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
     rows = []
     for ending, name in ONE_MODEL_EACH.items():
         models = [arms.get(f"cut {layer}{ending}", []) for layer in range(1, depth)]
+        if not any(models):
+            continue
         models.append(arms["plain"])
         losses = [[run["report"][-1] for run in runs] for runs in models]
         rows.append((name, [runs for runs in models if runs], losses))
@@ -797,6 +806,7 @@ def exits_under_the_limit() -> str:
 
 TABLES = {
     "depths of the denoiser": partial(depths, "denoiser"),
+    "depths of MiniLM": partial(depths, "minilm"),
     "layer sets": layer_sets,
     "exits": exits,
     "price": price,

@@ -133,7 +133,7 @@ class DescentMixin:
         preparation.leave_compilation_to_layers(self)
 
         callback = DescentCallback(
-            before_training=self._prepare_finished,
+            before_training=self._inspect_finished,
             after_step=self._after_optimizer_step,
             after_epoch=self._after_epoch,
             certificate=self._last_certificate,
@@ -187,7 +187,7 @@ class DescentMixin:
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         start = time.perf_counter()
-        epoch_iterator = self._prepared(epoch_iterator)
+        epoch_iterator = self._inspect_first(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
 
         if batches:  # of data without a length Trainer goes on asking
@@ -307,19 +307,19 @@ class DescentMixin:
 
     # ---- what is found out once: before the first step, and at the start of an evaluation ----
 
-    def _prepared(self, batches: Iterator) -> Iterator:
+    def _inspect_first(self, batches: Iterator) -> Iterator:
         """The same batches, after what this run has to know was found out on the first one."""
-        if not self._has_to_find_out(self.model_wrapped):
-            self._run.find_noise(self.model_wrapped, self)
-            return batches
-        first = next(batches, None)
-        if first is None:
-            return iter(())
-        self._find_out(self.model_wrapped, preparation.prepared(self, first))
-        self._run.find_noise(self.model_wrapped, self)
-        return chain([first], batches)
+        if self._needs_inspection(self.model_wrapped):
+            first = next(batches, None)
+            if first is None:
+                return batches
+            self._inspect(self.model_wrapped, preparation.prepared(self, first))
+            batches = chain([first], batches)
 
-    def _has_to_find_out(self, model: nn.Module) -> bool:
+        self._run.find_noise(self.model_wrapped, self)
+        return batches
+
+    def _needs_inspection(self, model: nn.Module) -> bool:
         if self._measures_layers:
             return not self._run.reads(model)
         if self._run.task is not None:
@@ -328,13 +328,14 @@ class DescentMixin:
         if not self._stock_scaling_is_right:
             return True
         # Trainer itself counts the labels of plain training, which takes their shift.
-        is_own_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        return self.model_accepts_loss_kwargs or is_own_loss
+        if self.model_accepts_loss_kwargs:
+            return True
+        return preparation.loss_of_its_own(self) is not None
 
-    def _find_out(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    def _inspect(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Find out on a batch what this run has to know of the model, its loss and its layers."""
         is_labelled = self._is_labelled(inputs)
-        if self._reads_layers and not is_labelled:
+        if self._measures_layers and not is_labelled:
             raise checks.without_labels(self.label_names, self.model, inputs)
 
         if self._reads_layers:
@@ -349,10 +350,10 @@ class DescentMixin:
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._run.task.shifts_labels
 
-    def _prepare_finished(self) -> None:
+    def _inspect_finished(self) -> None:
         """Resumed at its end, a run reads no batch on which to find the layers."""
         if self.state.global_step >= self.state.max_steps:
-            next(self._prepared(iter(self.get_train_dataloader())), None)
+            next(self._inspect_first(iter(self.get_train_dataloader())), None)
 
     def noise_sigma(self, model=None) -> float:
         """The deviation of the clean signal: given, saved with the model or estimated once; ValueError for none."""
@@ -461,8 +462,8 @@ class DescentMixin:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         is_labelled = self._is_labelled(inputs)
         is_stock = self._stock_scaling_is_right and not self._judges_plain_training
-        if is_labelled and not is_stock and self._has_to_find_out(model):
-            self._find_out(model, preparation.prepared(self, inputs))
+        if is_labelled and not is_stock and self._needs_inspection(model):
+            self._inspect(model, preparation.prepared(self, inputs))
 
         if self._reads_layers:
             ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import pytest
@@ -178,6 +179,7 @@ def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, l
     args = config(
         tmp_path,
         objective="erm",
+        descent_alpha=None,
         gradient_accumulation_steps=accumulation,
         remove_unused_columns=False,
     )
@@ -189,6 +191,9 @@ def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, l
         found.append((weights.tolist(), trainer.evaluate().get("eval_loss")))
 
     assert found[0] == found[1]
+    judged = dataclasses.replace(args, descent_alpha=0.3)
+    with pytest.raises(ValueError, match="no tensor of labels"):
+        run(DescentTrainer, Reconstruct(), judged, rows, data_collator=collate)
 
 
 class Noisy(Reconstruct):

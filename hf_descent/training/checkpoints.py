@@ -229,8 +229,8 @@ def run_summary(
 def _dual_summary(run: DescentRun) -> dict[str, Any]:
     if run.dual is not None:
         return run.dual.summary()
-    if run.judging is not None and run.judging.problem is not None:
-        return run.judging.problem.state_dict()
+    if run.plain_judge is not None and run.plain_judge.problem is not None:
+        return run.plain_judge.problem.state_dict()
     return {}
 
 

@@ -213,6 +213,7 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
         return
 
     at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
+
     if any(at_chance) and not at_chance[-1] and dual.is_first_report("layers at chance"):
         logger.info(
             f"After {steps} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
@@ -240,6 +241,7 @@ def check_best_metric(trainer: Trainer) -> None:
     evaluates_by_itself = not type(trainer).evaluate.__module__.startswith("hf_descent.")
     if args.eval_strategy == "no" or not isinstance(sets, dict) or evaluates_by_itself:
         return
+
     if not args.metric_for_best_model:
         return
     if set_of_metric(sets, args.metric_for_best_model) is not None:

@@ -93,6 +93,7 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
         longest = max(map(max, dataset["seq_lengths"]))
     else:
         longest = max(map(len, dataset["input_ids"]))
+
     if longest > positions:
         raise ValueError(
             f"The {name} dataset has a sequence of {longest} tokens, but {type(trainer.model).__name__} has "

@@ -24,6 +24,7 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
         return
     if inputs.get("attention_mask") is not None or positions.shape[1] < 2:
         return
+
     if not (_packs(trainer) or (positions.diff(dim=1) != 1).any()):
         return
 

@@ -25,6 +25,7 @@ from ..losses.chance import ChanceLoss, chance_of
 from ..readout.labels import labels_of
 from ..readout.replay import Readout
 from ..readout.stack import inner_model, unwrapped
+from .preparation import loss_of_its_own
 from .records import EvaluationTotals, reduced
 
 
@@ -256,16 +257,12 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
         accelerator.prepare_model(trainer.model, evaluation_mode=True)
 
     model = unwrapped(trainer.model)
-    loss_fn = trainer.compute_loss_func
-    if loss_fn is None:
-        loss_fn = trainer.label_smoother
-
     arguments = {
         "metric": "accuracy",
         "data_collator": trainer.data_collator,
         "batch_size": trainer.args.eval_batch_size,
         "label_names": trainer.label_names,
-        "layer_loss_fn": loss_fn,
+        "layer_loss_fn": loss_of_its_own(trainer),
         "readout": readout,
         "remove_unused_columns": trainer.args.remove_unused_columns,
         "accelerator": accelerator,

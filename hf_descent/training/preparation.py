@@ -107,19 +107,22 @@ def note_readout(model: nn.Module, readout: Callable | None) -> None:
         del config.custom_readout
 
 
+def loss_of_its_own(trainer: Trainer) -> Callable | None:
+    """The loss that a trainer computes from the outputs of its model; `None` where the model computes it."""
+    if trainer.compute_loss_func is not None:
+        return trainer.compute_loss_func
+    return trainer.label_smoother
+
+
 def find_task(
     trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], readout: Callable | None = None
 ) -> TaskLoss:
     """The task loss of a trainer's unwrapped model, found out on a batch that all processes share."""
-    loss_fn = trainer.compute_loss_func
-    if loss_fn is None:
-        loss_fn = trainer.label_smoother
-
     return TaskLoss.probe(
         model,
         inputs,
         label_names=trainer.label_names,
-        loss_fn=loss_fn,
+        loss_fn=loss_of_its_own(trainer),
         readout=readout,
         shifts_labels=trainer._loss_shifts_labels,
         accepts_items=trainer.model_accepts_loss_kwargs,

@@ -14,7 +14,6 @@ import torch
 from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save
-from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -24,6 +23,7 @@ from ..losses.layerwise import LayerLosses
 from ..readout.stack import unwrapped
 from .chance import drawing_apart
 from .evaluation import Reading, is_labelled, rows_counted_once, without_repeats
+from .holdout import reshard
 from .records import evaluation_sets
 
 
@@ -155,7 +155,5 @@ def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
             if own_rows != 0:
                 reading[number] = losses.rows
 
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):  # one left whole would keep the gradient at `zero_grad`
-            unit.reshard()
+    reshard(model)
     return reading

@@ -39,7 +39,7 @@ class DescentRun:
         task ([`TaskLoss`], *optional*): found on the first batch, also of plain training that needs it.
         objective ([`LayerObjective`], *optional*): found on the first batch of a run that reads its layers.
         noise ([`EmbeddingNoise`], *optional*): that of training, with its scale.
-        judging ([`DualState`], *optional*): the problem that judges a model which was not trained under it.
+        plain_judge ([`DualState`], *optional*): the problem that judges a model which was not trained under it.
         plain_layers ([`LayerLosses`], *optional*): of plain training whose evaluations read the layers.
         evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
@@ -59,7 +59,7 @@ class DescentRun:
         self.task: TaskLoss | None = None
         self.objective: LayerObjective | None = None
         self.noise: EmbeddingNoise | None = None
-        self.judging: DualState | None = None
+        self.plain_judge: DualState | None = None
         self.plain_layers: LayerLosses | None = None
         self._chance: float | None = None  # of the training labels, for verdicts on plain training
 
@@ -80,7 +80,7 @@ class DescentRun:
     @property
     def judge(self) -> DualState | None:
         """What evaluations judge the model by: the dual side, or of plain training the problem found since."""
-        return self.judging if self.dual is None else self.dual
+        return self.plain_judge if self.dual is None else self.dual
 
     @property
     def layers(self) -> LayerLosses | None:
@@ -212,7 +212,7 @@ class DescentRun:
             self._chance = chance_in_training(trainer)
         if self._chance is not None:
             chance = self._chance
-        self.judging = judging_state(trainer, num_layers, chance, self.has_started)
+        self.plain_judge = judging_state(trainer, num_layers, chance, self.has_started)
 
     def add_batch(self, losses: BatchLosses, inputs: Mapping[str, Any]) -> None:
         """Add a batch to what the present evaluation has read."""
@@ -258,7 +258,7 @@ class DescentRun:
             self.dual.load(checkpoint)
 
     def end_training(self, trainer: Trainer) -> None:
-        self.judging = None  # found again with the f_0 of the training labels
+        self.plain_judge = None  # found again with the f_0 of the training labels
         # Where training, resumed at its end, has read no batch.
         self.find_noise(trainer.model, trainer)
 

@@ -50,8 +50,10 @@ def problem_of(
                 "The loss of a constant prediction is not known: set `initial_loss_bound` to a number."
             )
         return None
+
     if not needs_problem and not _states_constraints(args, num_layers):
         return None
+
     return DescentProblem(
         args.layer_rows,
         bound,
@@ -68,8 +70,10 @@ def _states_constraints(args: "DescentArguments", num_layers: int) -> bool:
     """Whether there is a constraint: a line has none for the last layer."""
     if args.layer_rows != "line" or args.exit_targets or args.loss_targets:
         return True
-    layers = args.constrained_layers or [1]
-    return layers[0] < num_layers
+    first = 1
+    if args.constrained_layers is not None:
+        first = args.constrained_layers[0]
+    return first < num_layers
 
 
 def states_other_problem(args: "DescentArguments") -> bool:

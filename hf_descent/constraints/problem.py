@@ -164,11 +164,13 @@ class DescentProblem:
         self.alpha = alpha
         if alpha is not None and not self.follows:
             self.alpha = check_alpha(alpha, num_layers, "alpha")
+
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
         self.chance_loss = chance_loss
         if chance_loss is not None:
             self.chance_loss = check_initial_loss_bound(chance_loss)
+
         self.descent_strength = descent_strength
         self.exit_targets = check_targets("exit_targets", exit_targets, num_layers)
         self.loss_targets = check_targets("loss_targets", loss_targets, num_layers)
@@ -179,6 +181,7 @@ class DescentProblem:
                 f"No layer has a constraint: `constrained_layers` is {constrained_layers}, nothing is asked of the "
                 f"last of the {num_layers} layers, and there are no targets. Give targets, or name other layers."
             )
+
         self.num_rows = self._num_layer_rows + len(self.exit_targets) + len(self.loss_targets)
         self.layers = sorted({row.layer for row in self.rows})
         self._index = [row.index for row in self.rows]
@@ -218,6 +221,7 @@ class DescentProblem:
         rows = self.rows
         place_of_row = np.full(self.num_rows, len(rows))
         place_of_row[self._index] = np.arange(len(rows))
+
         return _Constants(
             layer=np.array([row.layer - 1 for row in rows]),
             reference=np.array([row.reference for row in rows]),
@@ -307,6 +311,7 @@ class DescentProblem:
         if isinstance(multipliers, torch.Tensor):
             slopes = torch.from_numpy(slopes).to(multipliers)
             objective = torch.from_numpy(objective).to(multipliers)
+
         return objective + multipliers @ slopes
 
     def lagrangian(
@@ -377,11 +382,13 @@ class DescentProblem:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""
         constants = self._like(losses)
         ends = constants.ends
+
         references = _library(losses).concatenate([ends[:1], losses, ends[1:]])  # [1 + layers + 1]
         reference = references[constants.reference]
         if isinstance(losses, torch.Tensor) and losses.requires_grad:
             is_fixed = constants.is_fixed | detach
             reference = torch.where(is_fixed, reference.detach(), reference)
+
         factors = constants.factor * self._ratio(level) ** constants.power
         return factors * reference, reference
 
@@ -393,11 +400,12 @@ class DescentProblem:
         if detach or constants.is_fixed.all():
             return slopes
 
-        refers = ~constants.is_fixed & (constants.reference > 0)  # to the loss of a layer
+        # A second entry in the rows that refer to the loss of a layer.
+        refers = ~constants.is_fixed & (constants.reference > 0)
         rows = np.flatnonzero(refers)
         factors = constants.factor * ratio**constants.power
-        places = np.array(self._index)[rows], constants.reference[rows] - 1
-        slopes[places] = -factors[rows]
+        columns = constants.reference[rows] - 1
+        slopes[np.array(self._index)[rows], columns] = -factors[rows]
         return slopes
 
     def _is_between(self, level: float) -> bool:

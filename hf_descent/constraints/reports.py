@@ -88,15 +88,18 @@ class DualReports:
         multipliers = dual.multipliers.values.numpy()
         if dual.held_out is not None and dual.mean_losses.isfinite().all():
             losses = dual.mean_losses.numpy()
+
         violations = problem.violations(losses, dual.level)
 
         logs = {}
         for row in problem.rows:
             logs[f"violation_{row.name}"] = violations[row.index].item()
             logs[f"multiplier_{row.name}"] = multipliers[row.index].item()
+
         is_active = not dual.inactive(step)
         if is_active and dual.objective.is_linear:
             logs.update(_numbered("weight", dual.layer_weights(step)))
+
         logs["max_violation"] = _largest(violations, problem)
         if is_active and dual.objective.is_constrained:
             logs["max_acting_violation"] = _largest(dual.acting_violations(losses), problem)
@@ -115,6 +118,7 @@ class DualReports:
         """
         self._warn_of_faults()
         self._warn_of_rise()
+
         dual = self._dual
         problem = dual.problem
         rows = self.closing.rows  # [steps, layers]
@@ -127,6 +131,7 @@ class DualReports:
         data = "training batches" if dual.held_out is None else "readings of held-out rows"
         steps = f"On the last {len(rows)} {data}"
         table = self._table(losses, has_learned)
+
         if problem.feasible(losses) and has_learned:
             logger.info(f"{steps} every constraint is within its tolerance:\n{table}")
         elif dual.objective.moves_multipliers and has_learned:
@@ -146,6 +151,7 @@ class DualReports:
         problem = self._dual.problem
         multipliers = self._dual.multipliers.values.tolist()
         asked, tolerances = problem.bounds(losses)
+
         lines = ["constraint: asked, reached, tolerance, multiplier"]
         for row in problem.rows:
             numbers = (
@@ -159,6 +165,7 @@ class DualReports:
         share = problem.descent_share(losses) if has_learned else None
         if share is not None:
             lines.append(f"descent share now: {share:.2f}")
+
         share = problem.descent_share(self._dual.warmup_losses)
         if share is not None:
             lines.append(f"descent share after warm-up, of plain training: {share:.2f}")
@@ -172,6 +179,7 @@ class DualReports:
             ways.append(f"a `descent_strength` below {args.descent_strength:g}")
         elif args.layer_rows is not None:
             ways.append("a smaller `descent_alpha`")
+
         if args.layer_rows is not None:
             ways += ["fewer `constrained_layers`", "`exit_targets` for the layers that you need"]
         if args.exit_targets or args.loss_targets:

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,14 @@ SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
     "fixed_multipliers", "dual_holdout", "layerskip_rotation",
 )  # fmt: skip
+
+
+class _Step(NamedTuple):
+    """An optimizer step whose losses may be on their way to the host."""
+
+    number: int
+    sums: HostCopy  # [layers + 1], of its layer losses, and what to divide them by
+    held_out: HostCopy | None  # [layers], the losses of held-out rows, where they were read
 
 
 class DualState:
@@ -93,8 +101,7 @@ class DualState:
         # The averages at the end of warm-up; zeros where nothing was learned.
         self._warmup_losses = np.zeros(num_layers, dtype=np.float32)
         self._reports = DualReports(self, self._steps_per_reading)
-        # A step whose losses may be on their way to the host: its number, sums, and the losses of held-out rows.
-        self._pending: tuple[int, HostCopy, HostCopy | None] | None = None
+        self._pending: _Step | None = None
 
     # ---- primal side ----
 
@@ -116,6 +123,7 @@ class DualState:
             return StepObjective(_last_loss, [self.num_layers], trained)
         if not self.objective.is_linear:
             return StepObjective(self._penalised, trained, trained, is_linear=False)
+
         weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
         return StepObjective(partial(self._weighted_sum, step=step), weighted, trained)
 
@@ -135,6 +143,7 @@ class DualState:
         losses = layer_losses / torch.where(share > 0, share, 1.0)
         detach = self.args.negative_weights == "detach"
         violations = self.acting_violations(losses, detach)
+
         penalty = self.objective.penalty(violations, self.args.penalty_coefficient)
         return share * (losses[-1] + penalty)
 
@@ -176,7 +185,8 @@ class DualState:
         held_out = None
         if self.held_out is not None and step % DUAL_EVERY == 0:
             held_out = HostCopy(self.held_out.layer_losses(layers, step // DUAL_EVERY))
-        self._pending = step, HostCopy(sums), held_out
+
+        self._pending = _Step(step, HostCopy(sums), held_out)
         if sums.device.type == "cpu":
             self._take_pending()
 
@@ -184,26 +194,27 @@ class DualState:
         """Take in the last step, if that has not been done."""
         if self._pending is None:
             return
-        step, sums, held_out = self._pending
+        step = self._pending
         self._pending = None
 
-        totals = sums.numbers()
+        totals = step.sums.numbers()
         layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
         if totals[-1] > 0:
             layer_losses = totals[:-1] / totals[-1]
             self._reports.add_step(layer_losses)
-        if self.held_out is None:
-            self._ascend(layer_losses, step)
-        elif held_out is not None:
-            self._ascend(held_out.numbers(), step)
 
-        if step + 1 == self.active_from and self._has_learned():
+        if self.held_out is None:
+            self._take_reading(layer_losses, step.number)
+        elif step.held_out is not None:
+            self._take_reading(step.held_out.numbers(), step.number)
+
+        if step.number + 1 == self.active_from and self._has_learned():
             self._warmup_losses = self._averages.means
 
-    def _ascend(self, layer_losses: np.ndarray, step: int) -> None:
-        """Move averages and multipliers by a reading of the losses `[L]`, as many steps as it stands for; not where
-        one is not finite."""
-        if not self.inactive(step):
+    def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
+        """Take in the losses `[L]` that move the multipliers; those that are not finite move nothing."""
+        is_active = not self.inactive(step)
+        if is_active:
             self._reports.add_reading(layer_losses)
         if not np.isfinite(layer_losses).all():
             return
@@ -211,17 +222,21 @@ class DualState:
         self._averages.add(layer_losses)
         if self._guard is not None:
             self._guard.observe(layer_losses[-1].item())
-        if not self.objective.moves_multipliers or self.inactive(step):
-            return
+        if is_active and self.objective.moves_multipliers:
+            self._ascend(layer_losses)
 
+    def _ascend(self, layer_losses: np.ndarray) -> None:
+        """Move the multipliers by the losses `[L]` of a reading, as many steps as it stands for."""
         violations = self.acting_violations(layer_losses)
         if self.args.normalize_violations:
             violations = violations / self.problem.initial_loss_bound
+
         growth = 1.0
         shrinks = False
         if self._guard is not None:
             growth = self._guard.growth
             shrinks = self._guard.shrinks
+
         for _ in range(self._steps_per_reading):
             self._multipliers.step(violations, growth, shrinks)
 
@@ -315,11 +330,13 @@ class DualState:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
         multipliers = self.multipliers.values.tolist()
         summary = {"objective": self.args.objective, "multipliers": multipliers}
+
         if self.problem is not None:
             summary.update(self.problem.state_dict())
             summary["multipliers_by_row"] = {
                 row.name: multipliers[row.index] for row in self.problem.rows
             }
+
         if self.held_out is not None:
             summary["dual_rows"] = self.held_out.count
         if self._averages.weight > 0:
@@ -347,12 +364,13 @@ class DualState:
         self._take_pending()
         tensors = self._averages.state_dict()
         tensors["warmup_losses"] = torch.from_numpy(self._warmup_losses.copy())
-        tensors["closing_losses"] = torch.from_numpy(self._reports.closing.state_dict().copy())
+        tensors["closing_losses"] = torch.from_numpy(self._reports.closing.kept)
         for name, tensor in self._multipliers.state_dict().items():
             tensors[f"multipliers.{name}"] = tensor
         if self._guard is not None:
             for name, tensor in self._guard.state_dict().items():
                 tensors[f"guard.{name}"] = tensor
+
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
@@ -365,6 +383,7 @@ class DualState:
         """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
         self._take_pending()
         self._check_schedule(meta["schedule"], path)
+
         try:
             self._load_tensors(tensors)
             self.active_from = int(meta["active_from"])
@@ -372,16 +391,18 @@ class DualState:
             raise ValueError(
                 f"{path} holds no complete dual state ({error}); resume from another."
             ) from error
+
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
 
     def _load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        guard_state = _part_of(tensors, "guard.")
         self._multipliers.load_state_dict(_part_of(tensors, "multipliers."))
+
+        guard_state = _part_of(tensors, "guard.")
         if self._guard is not None and guard_state:  # older checkpoints have none
             self._guard.load_state_dict(guard_state)
         if "closing_losses" in tensors:
-            self._reports.closing.load_state_dict(tensors["closing_losses"].numpy())
+            self._reports.closing.restore(tensors["closing_losses"].numpy())
 
         self._averages.load_state_dict(tensors)
         if "warmup_losses" in tensors:  # version 0.1 has none
@@ -401,6 +422,7 @@ class DualState:
         """As JSON gives it back. The line is "auto", as version 0.1 called a step size of its own."""
         args = self.args
         schedule = {name: getattr(args, name) for name in SCHEDULE}
+
         schedule["num_layers"] = self.num_layers
         schedule["descent_alpha"] = "auto" if args.layer_rows == "line" else args.layer_rows
         schedule["dual_warmup_steps"] = args.dual_settings.dual_warmup_steps

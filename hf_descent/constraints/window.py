@@ -24,16 +24,16 @@ class LossWindow:
     @property
     def rows(self) -> np.ndarray:
         """The losses of the steps kept, in their order, without those that count for nothing; `[steps, L]`."""
-        rows = self.state_dict()
-        return rows[np.isfinite(rows).all(axis=1)]
+        return self.kept[np.isfinite(self.kept).all(axis=1)]
 
-    def state_dict(self) -> np.ndarray:
-        """The losses of the steps kept, in their order; `[steps, L]`."""
+    @property
+    def kept(self) -> np.ndarray:
+        """The losses of the steps kept, in their order; `[steps, L]`, a copy."""
         steps = np.arange(max(0, self.count - self.size), self.count)
         return self._rows[steps % self.size]
 
-    def load_state_dict(self, rows: np.ndarray) -> None:
-        """Take over the last `size` steps of what `state_dict` gave; ValueError for another number of layers."""
+    def restore(self, rows: np.ndarray) -> None:
+        """Take over the last `size` steps of what another window `kept`; ValueError for another number of layers."""
         if rows.ndim != 2 or rows.shape[1] != self._rows.shape[1]:
             raise ValueError(f"the losses of the last steps have shape {list(rows.shape)}")
         self.count = 0

@@ -12,39 +12,46 @@ from hf_descent.evaluation.comparison import Run
 GAMMAS = np.array([0.0, 1.0, 2.0])
 
 
-def make_curve(accuracies, gammas=GAMMAS, items=10, noise_seed=0):
-    """A curve that has these accuracies in its blocks of data, at all levels, but for a fall of 0.1 a level."""
-    accuracies = np.asarray(accuracies, dtype=float)
-    blocks = np.full((len(accuracies), len(gammas), 1, 4), float(items))
-    blocks[..., 0, 0] = items * (accuracies[:, None] - 0.1 * np.arange(len(gammas)))
-    total = blocks.sum(0)
+def make_curve(accuracies, gammas=GAMMAS, noise_seed=0):
+    """A curve of rows with these accuracies, at all levels, but for a fall of 0.1 a level."""
+    parts = np.asarray(accuracies, dtype=float)[:, None] - 0.1 * np.arange(len(gammas))
+    values = parts.mean(axis=0)[:, None]
     settings = {"seed": noise_seed, "perturbation": "gaussian"}
     return NoiseCurve(
-        "accuracy", gammas, total[..., 0] / total[..., 1], total[..., 2] / total[..., 3], 1.0, blocks,
+        "accuracy",
+        gammas,
+        values,
+        np.ones_like(values),
+        1.0,
+        parts,
+        least_rows=2,
         settings=settings,
-    )  # fmt: skip
+    )
 
 
 def make_profile(losses, gamma=0.0, feasible=None):
     losses = np.asarray(losses, dtype=float)
-    problem, blocks = None, np.ones((20, len(losses), 4))
-    blocks[..., 2] = losses
+    problem = None
+    row_sums = np.ones((20, len(losses) + 1))
+    row_sums[:, :-1] = losses
     if feasible is not None:  # above chance no layer is
         problem = DescentProblem(
             1e-3, losses[0] * (1.1 if feasible else 0.9), len(losses)
         ).state_dict()
-    return LayerProfile("accuracy", losses, 1 - losses, gamma, problem, blocks, chance=9.0)
+    return LayerProfile(
+        "accuracy", losses, 1 - losses, gamma, problem, chance=9.0, row_sums=row_sums, least_rows=2
+    )
 
 
 def make_run(
     accuracies, seed=0, objective="erm", feasible=None, losses=(0.9, 0.6, 0.4), folder="run",
-    gammas=GAMMAS, items=10, noise_seed=0, **arguments,
+    gammas=GAMMAS, noise_seed=0, **arguments,
 ):  # fmt: skip
     arguments = {"objective": objective, "noise_gamma": 0.0, **arguments, "seed": seed}
     summary = {"objective": objective, "arguments": arguments}
     profiles = {gamma: make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)}
-    curve = make_curve(accuracies, gammas, items, noise_seed)
-    curve.blocks[..., 2] *= 1 + seed  # other weights have other losses
+    curve = make_curve(accuracies, gammas, noise_seed)
+    curve.losses *= 1 + seed  # other weights have other losses
     return Run(folder, curve, profiles, summary)
 
 

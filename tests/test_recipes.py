@@ -404,4 +404,4 @@ def test_the_test_rows_are_read_only_after_training(smoke, workplace, tmp_path):
     } <= results.keys()
     assert any("eval_loss" in entry for entry in history)
     assert not any(name.startswith("test") for entry in history for name in entry)
-    assert sum(row[0][1] for row in results_of(folder, "layer_profile")["blocks"]) == 2
+    assert results_of(folder, "layer_profile")["items"] == 2

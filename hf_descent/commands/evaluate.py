@@ -35,9 +35,9 @@ from ..data.text import (
 )
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import LayerProfile, layer_profiles, noise_curve
+from ..evaluation.intervals import check_confidence
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.side_by_side import plain_profile
-from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables

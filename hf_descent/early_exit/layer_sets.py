@@ -28,7 +28,6 @@ from ..evaluation.scoring import (
     Evaluation,
     Result,
     format_table,
-    mean_loss,
     metric_value,
     name_of,
 )
@@ -215,8 +214,8 @@ def find_layer_sets(
 
     def loss_with(layers: Sequence[int]) -> float:
         with skipping(stack, layers):
-            sums = sum(evaluation.score(model(**batch), batch) for batch in batches)
-        return float(mean_loss(sums.numpy()))
+            total, items = sum(evaluation.loss_sums(model(**batch), batch) for batch in batches)
+        return total / items
 
     sets = [kept]
     rounds = range(stack.num_layers - fewest)
@@ -289,7 +288,8 @@ class _SetTotals:
                 self._healed.append(healed_model)
 
         self._rows = RowSums()
-        self._sums = 0.0  # [sets, 4]
+        self._metric_sums = 0.0  # [sets, 2]: sums and counts
+        self._items = 0
         self._agreed = 0.0  # [sets]
         self._labels = None
 
@@ -298,22 +298,22 @@ class _SetTotals:
         if self._chance_loss is not None:
             self._labels = self._chance_loss.of_batch(task, batch).plus(self._labels)
 
-        sums = []
+        metric_sums = []
+        losses = []
         splits = []
         choices = []
         for kept, healed_model in zip(self._sets, self._healed):
             outputs = self._outputs(kept, healed_model, batch)
-            sums.append(self._evaluation.score(outputs, batch))
+            metric_sums.append(self._evaluation.metric_sums(outputs, batch).sum(axis=0))
+            losses.append(self._evaluation.loss_sums(outputs, batch)[0])
             splits.append(self._row_losses.split(outputs, batch))
             choices.append(_chosen_classes(task, outputs, batch))
 
-        sums = torch.stack(sums)  # [sets, 4]
-        means = (sums[:, 2] / sums[:, 3].clamp(min=1)).float()  # [sets]
         items = task.count(batch)
-        self._rows = self._rows.plus(
-            *self._row_losses.joined(splits, means.to(items.device), items)
-        )
-        self._sums = self._sums + sums.numpy()
+        means = torch.tensor(losses, device=items.device) / items.clamp(min=1)  # [sets]
+        self._rows = self._rows.plus(*self._row_losses.joined(splits, means, items))
+        self._metric_sums = self._metric_sums + np.stack(metric_sums)
+        self._items += int(items)
         self._agreed = self._agreed + _agreement(choices)
 
     def _outputs(self, kept: list[int], healed_model: nn.Module | None, batch) -> Any:
@@ -336,11 +336,11 @@ class _SetTotals:
             layers=self._sets,
             metric=metric,
             losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
-            values=metric_value(metric, self._evaluation.scale, self._sums),
+            values=metric_value(metric, self._evaluation.scale, self._metric_sums),
             ratios=ratios,
             lower=lower,
             upper=upper,
-            items=round(self._sums[0, 3]),
+            items=self._items,
             max_rise=max_rise,
             chance=chance_of(self._labels, of_all=False),
             healed=[healed_model is not None for healed_model in self._healed],

@@ -1,8 +1,8 @@
 """Measures a model on held-out data: at each noise level (`noise_curves`) and at each layer (`profiles`), with a
 verdict on its constraints (`certificates`).
 
-Reading order: `sums`, `scoring`, `noise_curves`, `perturbations`, `row_sums`, `intervals`, `profiles`, `price`,
-`certificates`, `side_by_side`, `comparison`, `plots`.
+Reading order: `row_sums`, `fingerprints`, `intervals`, `scoring`, `noise_curves`, `perturbations`, `price`,
+`certificates`, `profiles`, `side_by_side`, `comparison`, `plots`.
 """
 
 from .certificates import Certificate, certify

@@ -15,13 +15,17 @@ import numpy as np
 import torch
 
 from ..constraints.problem import AT_CHANCE, SMALLEST, DescentProblem, largest_rise
-from .intervals import LEAST_ROWS, LEAST_SKEWED_ROWS, confidence_limits, values_of_rows
+from .intervals import (
+    LEAST_ROWS,
+    LEAST_SKEWED_ROWS,
+    confidence_limits,
+    loss_radii,
+    values_of_rows,
+)
 from .price import Price, Reference, percent, price_of
 from .scoring import Result, format_table
 
 
-# Of means over blocks of batches, which evaluations of version 0.2 kept in place of examples.
-LEAST_BLOCKS = 8
 MET = "met"
 NOT_MET = "not met"
 NOT_SHOWN = "not shown"
@@ -236,22 +240,12 @@ def certify(
         confidence=confidence,
         multipliers=multipliers,
         items=round(rows[:, -1].sum()) if items is None else items,
-        loss_radii=half_widths(rows, confidence, least_rows),
+        loss_radii=loss_radii(rows, confidence, least_rows),
         reasons=[judged.reason(place, verdict) for place, verdict in enumerate(verdicts)],
         examples=len(rows),
         price=price,
         **facts,
     )
-
-
-def half_widths(
-    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
-) -> np.ndarray:
-    """Half-widths `[L]` of the intervals of mean losses, from the sums of rows `[n, L + 1]`; not a number where there
-    are too few rows."""
-    _, of_rows = values_of_rows(lambda losses: losses, rows)
-    lower, upper = confidence_limits(of_rows, confidence, least_rows)
-    return np.where(np.isinf(upper - lower), np.nan, (upper - lower) / 2)
 
 
 def _last_loss(plain: "float | Result") -> float:

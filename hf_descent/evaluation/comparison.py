@@ -1,7 +1,7 @@
 """Tests whether one way of training is better than another, from groups of runs that differ in the seed alone.
 
-Every seed is evaluated on every block of the held-out data, as every reader judges every case in a reader study, and
-the test is that of reader studies. The variance of the difference has a part of the seeds, and a part of the blocks
+Every seed is evaluated on every row of the held-out data, as every reader judges every case in a reader study, and
+the test is that of reader studies. The variance of the difference has a part of the seeds, and a part of the rows
 beyond the interaction of both. A difference must be significant by their sum, and by each part alone, since few seeds
 may agree by chance. Runs with the same seeds on both sides are paired by seed. Otherwise the seed variances of both
 sides are added (Welch). All runs must have been evaluated on the same batches with the same noise.
@@ -23,10 +23,10 @@ from ..configs import upper_level
 from ..extras import extra_needed
 from ..runs import RunFolder
 from .certificates import MET, Certificate
+from .intervals import check_confidence
 from .noise_curves import NoiseCurve
 from .profiles import LayerProfile
 from .scoring import format_table
-from .sums import check_confidence
 
 
 PRIMARY = "auc_over_range"
@@ -168,9 +168,9 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 "differ; another tokenizer makes other data of texts): run `hf-descent evaluate` on both alike."
             )
 
-    if first.curve.blocks is None or len(first.curve.blocks) < 2:
+    if first.curve.parts is None or len(first.curve.parts) < 2:
         raise ValueError(
-            "All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`."
+            f"{first.folder} was evaluated on too few rows to compare; evaluate all runs on more."
         )
 
 
@@ -180,7 +180,7 @@ def _conditions(curve: NoiseCurve) -> dict[str, Any]:
     conditions["metric"] = curve.metric
     conditions["scale"] = curve.scale
     conditions["levels"] = curve.gammas.tolist()
-    conditions["items"] = None if curve.blocks is None else curve.blocks[..., 1].tolist()
+    conditions["rows"] = None if curve.parts is None else len(curve.parts)
     return conditions
 
 
@@ -190,10 +190,9 @@ def difference(
     """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
     before = sorted(groups[baseline], key=lambda run: str(run.seed))
     after = sorted(groups[group], key=lambda run: str(run.seed))
-    # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
     estimate = float(_mean_average(after) - _mean_average(before))
     is_paired = _have_same_seeds(before, after)
-    of_data, *with_seeds = _tests(_pseudo_values(before), _pseudo_values(after), is_paired)
+    of_data, *with_seeds = _tests(_parts(before), _parts(after), is_paired)
     data_radius = of_data.radius(confidence)
 
     # Few seeds may agree by chance, and hide the data's part: the widest interval counts.
@@ -232,9 +231,9 @@ def _mean_average(runs: Sequence[Run]) -> float:
     return np.mean([getattr(run.curve, PRIMARY) for run in runs])
 
 
-def _pseudo_values(runs: Sequence[Run]) -> np.ndarray:
-    """The share of each block in each run's average, `[seeds, blocks]`."""
-    return np.stack([run.curve.pseudo_values(PRIMARY) for run in runs])
+def _parts(runs: Sequence[Run]) -> np.ndarray:
+    """The part of each row of the data in each run's average, `[seeds, rows]`."""
+    return np.stack([run.curve.parts_of(PRIMARY) for run in runs])
 
 
 class _Test(NamedTuple):
@@ -261,12 +260,12 @@ def _student_t():
 
 
 def _tests(before: np.ndarray, after: np.ndarray, is_paired: bool) -> list[_Test]:
-    """Tests of the difference of two groups, from their pseudo-values `[seeds, blocks]`: over the data alone and, with
+    """Tests of the difference of two groups, from the parts of rows `[seeds, rows]`: over the data alone and, with
     several seeds, over the seeds alone and over both."""
-    blocks = before.shape[1]
-    of_blocks = after.mean(axis=0) - before.mean(axis=0)
-    of_data = float(of_blocks.var(ddof=1) / blocks)
-    tests = [_Test(of_data, blocks - 1)]
+    count = before.shape[1]
+    of_rows = after.mean(axis=0) - before.mean(axis=0)
+    of_data = float(of_rows.var(ddof=1) / count)
+    tests = [_Test(of_data, count - 1)]
     tables = [after - before] if is_paired else [before, after]
     if min(map(len, tables)) < 2:
         return tests

@@ -18,15 +18,24 @@ from statistics import NormalDist
 import numpy as np
 
 from ..special import student_t_quantile
-from .sums import check_confidence
 
 
 LEAST_ROWS = 30  # with fewer there are no limits
+# Of means over blocks of batches, which evaluations of former versions kept in place of rows.
+LEAST_BLOCKS = 8
 LEAST_SKEWED_ROWS = 100  # nor with fewer on the side of a long tail
 LARGEST_SKEWNESS = 1.0  # from here on the tail is long
 # The deviation of the unseen row from the mean of 100 rows, in units of that of the worst row, and by which power of
 # the number of rows it falls: by the measurement above.
 UNSEEN, UNSEEN_DECAY = 1.5, 0.2
+
+
+def check_confidence(confidence: float) -> None:
+    """ValueError unless it is a level."""
+    if not 0 < confidence < 1:
+        raise ValueError(
+            f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95."
+        )
 
 
 def values_of_rows(
@@ -69,6 +78,24 @@ def confidence_limits(
     check_confidence(confidence)
     one_sided = (1 + confidence) / 2
     return -_upper_limit(-rows, one_sided, least_rows), _upper_limit(rows, one_sided, least_rows)
+
+
+def half_widths(
+    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
+) -> np.ndarray:
+    """Half-widths `[...]` of the intervals between the [`confidence_limits`] of `rows` `[n, ...]`; not a number where
+    there are too few rows."""
+    lower, upper = confidence_limits(rows, confidence, least_rows)
+    width = upper - lower
+    return np.where(np.isinf(width), np.nan, width / 2)
+
+
+def loss_radii(
+    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
+) -> np.ndarray:
+    """Half-widths `[L]` of the intervals of mean losses, from the sums of rows `[n, L + 1]`, see [`half_widths`]."""
+    _, of_rows = values_of_rows(lambda losses: losses, rows)
+    return half_widths(of_rows, confidence, least_rows)
 
 
 def proportion_radii(shares: np.ndarray, count: int, confidence: float = 0.95) -> np.ndarray:

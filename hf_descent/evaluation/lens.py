@@ -18,7 +18,7 @@ from ..constraints.problem import AT_CHANCE
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout, evaluating
-from .certificates import half_widths
+from .intervals import loss_radii
 from .profiles import layer_profile
 from .scoring import Evaluation, Result, format_table
 
@@ -112,9 +112,9 @@ def lens(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Lens:
     return Lens(
         metric=profile.metric,
         losses=profile.losses,
-        loss_radii=profile.radius("losses"),
+        loss_radii=profile.loss_radii,
         values=profile.values,
-        value_radii=profile.radius("values"),
+        value_radii=profile.value_radii,
         entropies=mean_entropies,
         entropy_radii=entropy_radii,
         norms=mean_norms,
@@ -191,4 +191,4 @@ def _joined(layers: list[torch.Tensor]) -> np.ndarray:
 def _means(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The means over items of sums over rows `[rows, L + 1]`, and half-widths of their intervals, `[L]` each."""
     rows = rows[rows[:, -1] > 0]
-    return rows[:, :-1].sum(axis=0) / rows[:, -1].sum(), half_widths(rows)
+    return rows[:, :-1].sum(axis=0) / rows[:, -1].sum(), loss_radii(rows)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,20 @@ from ..constraints.problem import as_python
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout, evaluating
 from ..readout.tape import config_flags, switched_off
+from .fingerprints import Fingerprint
+from .intervals import LEAST_BLOCKS, LEAST_ROWS, half_widths
+from .row_sums import MetricRows, no_labels, of_all_processes, rounded
 from .scoring import (
     Evaluation,
     Result,
     format_table,
     greater_is_better,
-    mean_loss,
+    metric_of_rows,
     metric_value,
     name_of,
     noise_key,
     noisy,
 )
-from .sums import BlockSums, Fingerprint, pseudo_values, radius
 
 
 Perturbation = Callable[[Mapping, float, np.random.Generator], Mapping]
@@ -45,8 +46,9 @@ class NoiseCurve(Result):
         losses (float64 `[G, draws]`): the task loss.
         gamma_train (`float`, *optional*): the training level; levels up to it are in-distribution (ID), others
             out-of-distribution (OOD).
-        blocks (float64 `[B, G, draws, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each block of
-            the data, the source of every confidence interval.
+        parts (float64 `[rows, G]`, *optional*): the part of each row of the data in `mean`, which is their mean: the
+            source of every confidence interval.
+        least_rows (`int`): with how many rows an interval begins.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
         settings (`dict`): seed, draws, batch size, samples (where the data has a length), sigma, perturbation and a
@@ -58,7 +60,8 @@ class NoiseCurve(Result):
     values: np.ndarray
     losses: np.ndarray
     gamma_train: float | None = None
-    blocks: np.ndarray | None = None
+    parts: np.ndarray | None = None
+    least_rows: int = LEAST_ROWS
     scale: float = 1.0
     greater_is_better: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
@@ -117,23 +120,26 @@ class NoiseCurve(Result):
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
-        of the data and the draws of the noise; not a number without two blocks or where the property is `None`."""
-        return radius(self._statistic(name), self.blocks, confidence)
+        of the data and the draws of the noise; not a number with too few rows or where the property is `None`."""
+        if self.parts is None:
+            return float("nan")
+        return half_widths(self.parts_of(name), confidence, self.least_rows)
 
-    def pseudo_values(self, name: str) -> np.ndarray:
-        """The share of each block of the data in the property `name`, `[B, ...]` (see `sums`)."""
-        return pseudo_values(self._statistic(name), self.blocks)
+    def parts_of(self, name: str) -> np.ndarray:
+        """The part of each row of the data in the property `name`, whose mean it is, `[rows, ...]`."""
+        # Every summary is linear in the curve: it is known by its values on curves that are 1 at one level.
+        units = np.eye(len(self.gammas))
+        curves = [replace(self, values=unit[:, None], parts=None) for unit in units]
+        weights = np.array([getattr(curve, name) for curve in curves], dtype=float)  # [G, ...]
+        return self.parts @ weights
 
-    def _statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
-        """Maps sums `[G, draws, 4]` to the property that a curve with these sums has."""
-
-        def statistic(sums):
-            values = metric_value(self.metric, self.scale, sums)
-            curve = replace(self, values=values, losses=mean_loss(sums), blocks=None)
-            # A summary that is `None` becomes a number that is none.
-            return np.asarray(getattr(curve, name), dtype=float)
-
-        return statistic
+    @classmethod
+    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("blocks") is None:
+            return values
+        sums = np.asarray(values["blocks"], dtype=np.float64)[..., :2]  # [blocks, G, draws, 2]
+        parts = metric_of_rows(values["metric"], values["scale"], sums).mean(axis=-1)
+        return {**values, "parts": parts, "least_rows": LEAST_BLOCKS}
 
     def _average(self, low: float, high: float) -> float:
         """Mean of the piecewise linear curve over [low, high]; its value where they coincide."""
@@ -224,30 +230,34 @@ def noise_curve(
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
 
     evaluation = Evaluation(model, dataset, **settings)
-    inputs_of = partial(_inputs_of, evaluation, perturbation, seed)
-    sums = BlockSums(evaluation.accelerator)
+    perturbed = _PerturbedModel(evaluation, noise, perturbation, seed)
+    rows = MetricRows(evaluation.accelerator)
+    losses = np.zeros((len(gammas), draws, 2))  # loss sums, items
     fingerprint = Fingerprint(evaluation.accelerator)
-    read = None
     # Its router's loss, which a mixture of experts adds, is no part of the task loss.
     router_flags = config_flags(model.modules(), ["output_router_logits"])
     with evaluating(model), switched_off(router_flags):
         for index, batch in evaluation.batches("Noise curve", as_rows=perturbation is not None):
-            scores = np.zeros((len(gammas), draws, 4))
+            by_level = []
             for level, gamma in enumerate(gammas):
-                for draw in range(draws if gamma else 1):
-                    inputs = inputs_of(batch, index, gamma, draw)
+                by_draw = []
+                for draw in range(draws):
+                    if gamma or draw == 0:  # without noise, one draw stands for all
+                        inputs = perturbed.inputs(batch, index, gamma, draw)
+                        outputs = perturbed.outputs(inputs, index, gamma, draw)
+                        metric_sums = evaluation.metric_sums(outputs, inputs)
+                        loss_sums = evaluation.loss_sums(outputs, inputs)
                     if level == draw == 0:
                         fingerprint.add(index, evaluation.fingerprint(inputs))
-                    if read is None:
-                        read = _reader(evaluation, inputs)
-                    with noisy(noise, gamma, draw, index):
-                        outputs = read(evaluation.task.model_inputs(inputs))
-                    # Level 0 has one draw, which stands for all.
-                    scores[level, draw:] = evaluation.score(outputs, inputs)
-            sums.add(index, scores)
+                    by_draw.append(metric_sums)
+                    losses[level, draw] += loss_sums
+                by_level.append(np.stack(by_draw, axis=1))
+            rows.add(index, np.stack(by_level, axis=1))  # [rows, levels, draws, 2]
 
-    blocks = sums.total()
-    total = blocks.sum(axis=0)  # [levels, draws, 4]
+    metric_rows = rows.gathered()  # [rows, levels, draws, 2]
+    losses = sum(of_all_processes([losses], evaluation.accelerator))
+    if not (losses[..., 1] > 0).all():
+        raise no_labels()
     metric = name_of(evaluation.metric)
     scale = float(evaluation.scale)
     conditions = {
@@ -265,10 +275,10 @@ def noise_curve(
     return NoiseCurve(
         metric,
         gammas=np.array(gammas),
-        values=metric_value(metric, scale, total),
-        losses=mean_loss(total),
+        values=metric_value(metric, scale, metric_rows.sum(axis=0)),
+        losses=losses[..., 0] / losses[..., 1],
         gamma_train=max(trained, default=None),
-        blocks=blocks,
+        parts=rounded(metric_of_rows(metric, scale, metric_rows).mean(axis=-1)),
         scale=scale,
         greater_is_better=greater_is_better(evaluation.metric),
         settings={name: as_python(value) for name, value in conditions.items()},  # for JSON
@@ -298,48 +308,48 @@ def _check_arguments(
         )
 
 
-def _inputs_of(
-    evaluation: Evaluation,
-    perturbation: Perturbation | None,
-    seed: int,
-    batch: Any,
-    index: int,
-    gamma: float,
-    draw: int,
-) -> Mapping[str, Any]:
-    """The inputs of a batch: as they are, or from its rows, perturbed at one level."""
-    if perturbation is None:
-        return batch
+class _PerturbedModel:
+    """A model whose input is perturbed: by noise of its embeddings, or row by row before they are collated."""
 
-    first = index * evaluation.batch_size
-    rows = [
-        _perturbed(row, number, gamma, draw, seed, perturbation)
-        for number, row in enumerate(batch, start=first)
-    ]
-    return evaluation.collate(rows)
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        noise: EmbeddingNoise | None,
+        perturbation: Perturbation | None,
+        seed: int,
+    ):
+        self._evaluation = evaluation
+        self._noise = noise
+        self._perturbation = perturbation
+        self._seed = seed
+        self._readout: Readout | None = None  # found on the first batch
 
+    def inputs(self, batch: Any, index: int, gamma: float, draw: int) -> Mapping[str, Any]:
+        """The inputs of a batch: as they are, or from its rows, perturbed at one level."""
+        if self._perturbation is None:
+            return batch
+        first = index * self._evaluation.batch_size
+        rows = []
+        for number, row in enumerate(batch, start=first):
+            # Equal numbers get equal errors.
+            stream = np.random.SeedSequence(self._seed, spawn_key=noise_key(draw, gamma, number))
+            rows.append(self._perturbation(row, gamma, np.random.default_rng(stream)))
+        return self._evaluation.collate(rows)
 
-def _perturbed(
-    row: Mapping[str, Any],
-    number: int,
-    gamma: float,
-    draw: int,
-    seed: int,
-    perturbation: Perturbation,
-) -> Mapping[str, Any]:
-    """The row of this number, perturbed at one level; equal numbers get equal errors."""
-    stream = np.random.SeedSequence(seed, spawn_key=noise_key(draw, gamma, number))
-    return perturbation(row, gamma, np.random.default_rng(stream))
+    def outputs(self, inputs: Mapping[str, Any], index: int, gamma: float, draw: int) -> Any:
+        """The model's outputs, or those of the custom readout of its last layer."""
+        task = self._evaluation.task
+        model = self._evaluation.model
+        model_inputs = task.model_inputs(inputs)
+        if self._evaluation.readout is None:
+            with noisy(self._noise, gamma, draw, index):
+                return model(**model_inputs)
 
-
-def _reader(evaluation: Evaluation, inputs: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """What maps the inputs of the model to its outputs: the model, or the custom readout of its last layer."""
-    model = evaluation.model
-    if evaluation.readout is None:
-        return lambda arguments: model(**arguments)
-    readout = Readout.probe(model, evaluation.task.model_inputs(inputs), evaluation.readout)
-    evaluation.task.check_loss_function()
-    return readout.read_last
+        if self._readout is None:
+            self._readout = Readout.probe(model, model_inputs, self._evaluation.readout)
+            task.check_loss_function()
+        with noisy(self._noise, gamma, draw, index):
+            return self._readout.last_outputs(model_inputs)
 
 
 def _name_of_perturbation(noise: EmbeddingNoise | None, perturbation: Perturbation | None) -> str:

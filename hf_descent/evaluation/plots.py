@@ -102,7 +102,7 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
         for place, (name, runs) in enumerate(groups.items()):
             profiles = [run.profiles[gamma] for run in runs]
             losses = [profile.losses for profile in profiles]
-            error = profiles[0].radius("losses") if len(runs) == 1 else 0.0
+            error = profiles[0].loss_radii if len(runs) == 1 else 0.0
             layers = np.arange(1, len(losses[0]) + 1)
             _line(axes, layers, losses, error, place, label=name, shift=_shift(place, groups))
             is_constrained = runs[0].summary.get("objective") not in UNCONSTRAINED

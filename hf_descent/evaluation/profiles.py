@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,12 +16,20 @@ from ..losses.chance import chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
-from .certificates import LEAST_BLOCKS, Certificate, certify, half_widths
-from .intervals import LEAST_ROWS, proportion_radii
+from .certificates import Certificate, certify
+from .fingerprints import Fingerprint
+from .intervals import LEAST_BLOCKS, LEAST_ROWS, half_widths, loss_radii, proportion_radii
 from .price import Reference, on_same_rows
-from .row_sums import RowSums, rounded
-from .scoring import Evaluation, Result, format_table, metric_value, name_of, noisy
-from .sums import BlockSums, Fingerprint, radius
+from .row_sums import MetricRows, RowSums, no_labels, of_all_processes, rounded
+from .scoring import (
+    Evaluation,
+    Result,
+    format_table,
+    metric_of_rows,
+    metric_value,
+    name_of,
+    noisy,
+)
 
 
 @dataclass
@@ -35,14 +42,16 @@ class LayerProfile(Result):
         values (float64 `[L]`): the metric read out at each layer.
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
-        blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
-            blocks of the data, the source of the intervals of the metric, unless it is a share of the rows.
+        value_radii (float64 `[L]`, *optional*): half-widths of the 95 % intervals of `values`; not a number with too
+            few rows.
+        items (`int`, *optional*): what the losses are averaged over.
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
         facts (`dict`): what a verdict on `problem` says of the training, see [`certify`].
         row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
-            the source of the intervals of the loss and of the verdict; profiles of version 0.2 have blocks alone.
+            the source of the intervals of the loss and of the verdict.
+        least_rows (`int`): with how many rows an interval begins.
         whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
         references (`list`): f_L at earlier times of the run, see [`certify`].
         batch_size (`int`, *optional*): of the batches that `data` tells of.
@@ -53,12 +62,14 @@ class LayerProfile(Result):
     values: np.ndarray
     gamma: float = 0.0
     problem: dict[str, Any] | None = None
-    blocks: np.ndarray | None = None
+    value_radii: np.ndarray | None = None
+    items: int | None = None
     scale: float = 1.0
     data: str | None = None
     chance: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     row_sums: np.ndarray | None = None
+    least_rows: int = LEAST_ROWS
     whole_batches: int = 0
     references: list[Reference | Mapping[str, Any]] = field(default_factory=list)
     batch_size: int | None = None
@@ -67,6 +78,8 @@ class LayerProfile(Result):
         super().__post_init__()
         if self.facts is None:  # in files of former versions
             self.facts = {}
+        if self.value_radii is None:
+            self.value_radii = np.full(self.losses.shape, np.nan)
 
     @property
     def ending(self) -> str:
@@ -85,27 +98,20 @@ class LayerProfile(Result):
         known = {"references": self.references, "whole_batches": self.whole_batches}
         known.update(self.facts)
         known.update(facts)
-        rows, least_rows = self._rows()
         return certify(
             DescentProblem(**self.problem),
-            rows,
+            self.row_sums,
             confidence,
             self.gamma,
             chance=self.chance,
-            least_rows=least_rows,
-            items=round(self.blocks[:, -1, 3].sum()),
+            least_rows=self.least_rows,
+            items=self.items,
             **known,
         )
 
     def keep_plain(self, loss: float) -> None:
         """Have verdicts on this profile tell the price beside plain training, whose f_L on the same data is `loss`."""
         self.facts["plain"] = loss
-
-    def _rows(self) -> tuple[np.ndarray, int]:
-        """What intervals of the loss are made of `[n, L + 1]`, and the least number of it."""
-        if self.row_sums is not None:
-            return self.row_sums, LEAST_ROWS
-        return np.concatenate([self.blocks[..., 2], self.blocks[:, -1:, 3]], axis=1), LEAST_BLOCKS
 
     @property
     def feasible(self) -> bool | None:
@@ -124,24 +130,29 @@ class LayerProfile(Result):
         return replace(self, problem=line.state_dict()).certificate().descent_share
 
     @property
-    def _counts_rows(self) -> bool:
-        """Whether the metric is the share of rows that are right, so that its interval needs no blocks."""
-        if self.metric != "accuracy" or self.row_sums is None or self.blocks is None:
-            return False
-        return self.blocks[:, -1, 1].sum() == len(self.row_sums) and self.whole_batches == 0
-
-    def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
-        """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
-        the noise; not a number where there is too little data."""
-        if name == "values" and self._counts_rows:
-            return proportion_radii(self.values, len(self.row_sums), confidence)
-        if name == "values":
-            statistic = partial(metric_value, self.metric, self.scale)
-            return np.broadcast_to(radius(statistic, self.blocks, confidence), self.losses.shape)
-        if self.blocks is None:
+    def loss_radii(self) -> np.ndarray:
+        """Half-widths `[L]` of the 95 % intervals of `losses`, over the choice of the data and the noise; not a number
+        with too few rows."""
+        if self.row_sums is None:
             return np.full(self.losses.shape, np.nan)
-        rows, least_rows = self._rows()
-        return half_widths(rows, confidence, least_rows)
+        return loss_radii(self.row_sums, least_rows=self.least_rows)
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("blocks") is None:
+            return values
+        # (metric sum, metric count, loss sum, items) over blocks of batches `[blocks, L, 4]`, which stand for rows.
+        blocks = np.asarray(values["blocks"], dtype=np.float64)
+        parts = metric_of_rows(values["metric"], values["scale"], blocks[..., :2])
+        items = blocks[:, -1:, 3]  # [blocks, 1]
+        upgraded = {
+            "items": round(items.sum()),
+            "value_radii": half_widths(parts, least_rows=LEAST_BLOCKS),
+        }
+        if values.get("row_sums") is None:
+            upgraded["row_sums"] = np.concatenate([blocks[..., 2], items], axis=1)
+            upgraded["least_rows"] = LEAST_BLOCKS
+        return {**values, **upgraded}
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
@@ -160,7 +171,7 @@ class LayerProfile(Result):
 
     def __str__(self) -> str:
         table = [["layer", "loss", "+- (95 %)", self.metric, "+- (95 %)"]]
-        columns = zip(self.losses, self.radius("losses"), self.values, self.radius("values"))
+        columns = zip(self.losses, self.loss_radii, self.values, self.value_radii)
         for layer, (loss, loss_error, value, error) in enumerate(columns, start=1):
             numbers = [f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"]
             table.append([f"{layer}", *numbers])
@@ -218,9 +229,10 @@ def layer_profiles(
         noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma)
 
     evaluation = Evaluation(model, dataset, **settings)
-    sums = BlockSums(evaluation.accelerator)
     fingerprint = Fingerprint(evaluation.accelerator)
+    metric_rows = MetricRows(evaluation.accelerator)
     rows = [RowSums() for _ in gammas]
+    items = 0
     layers = None
     labels = None
     with evaluating(model):
@@ -230,18 +242,22 @@ def layer_profiles(
             if layers.chance_loss is not None:
                 labels = layers.chance_loss.of_batch(evaluation.task, inputs).plus(labels)
 
-            scores = []
+            by_level = []
             for level, gamma in enumerate(gammas):
                 with noisy(noise, gamma, 0, index):
                     measured = layers.evaluation_losses(
-                        model, inputs, evaluation.score, keep_logits=False
+                        model, inputs, evaluation.metric_sums, keep_logits=False
                     )
-                scores.append(torch.stack(measured.scores))  # [layers, 4]
+                by_level.append(np.stack(measured.scores, axis=1))  # [rows, layers, 2]
                 rows[level] = rows[level].plus(measured.rows, measured.is_split)
-            sums.add(index, torch.stack(scores).numpy())
+            items += int(measured.items)
+            metric_rows.add(index, np.stack(by_level, axis=1))  # [rows, levels, layers, 2]
             fingerprint.add(index, evaluation.fingerprint(inputs))
 
-    blocks = sums.total()  # [blocks, levels, layers, 4]
+    metric_sums = metric_rows.gathered()  # [rows, levels, layers, 2]
+    items = sum(of_all_processes([items], evaluation.accelerator))
+    if not items:
+        raise no_labels()
     data = fingerprint.text()
     is_shared = evaluation.accelerator is not None
     metric = name_of(evaluation.metric)
@@ -257,10 +273,11 @@ def layer_profiles(
             LayerProfile(
                 metric,
                 losses=row_sums[:, :-1].sum(axis=0) / row_sums[:, -1].sum(),
-                values=metric_value(metric, scale, blocks[:, level].sum(axis=0)),
+                values=metric_value(metric, scale, metric_sums[:, level].sum(axis=0)),
                 gamma=gamma,
                 problem=None if problem is None else problem.state_dict(),
-                blocks=blocks[:, level],
+                value_radii=_value_radii(metric, scale, metric_sums[:, level]),
+                items=items,
                 scale=scale,
                 data=data,
                 chance=chance_of(labels, is_shared),
@@ -272,6 +289,15 @@ def layer_profiles(
         )
 
     return profiles
+
+
+def _value_radii(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
+    """Half-widths `[L]` of the 95 % intervals of the metric from (sum, count) of each row, `[n, L, 2]`."""
+    parts = metric_of_rows(metric, scale, rows)
+    is_share_of_rows = metric == "accuracy" and (rows[..., 1] == 1).all()
+    if is_share_of_rows:
+        return proportion_radii(parts.mean(axis=0), len(parts))
+    return half_widths(parts)
 
 
 def _layers_of(

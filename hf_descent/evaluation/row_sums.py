@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each row of the data: the sum of its losses at every layer, and its items.
+"""What an evaluation keeps of each row of the data: the sums of its losses or of its metric, and what they count.
 
 A row is an example, or a document of packed texts. Intervals made of rows depend neither on their order nor on how
 they were batched or shared among processes.
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 
@@ -56,7 +57,8 @@ class RowSums:
         rows = _concatenated([sums for sums, _, _ in processes])
         whole_batches = sum(count for _, count, _ in processes)
         if len(rows) > MOST_ROWS:
-            return GatheredRows(_grouped(rows), whole_batches, [])
+            groups = _grouped(rows)
+            return GatheredRows(groups[groups[:, -1] > 0], whole_batches, [])
 
         has_items = rows[:, -1] > 0
         readings = zip(*(beside for _, _, beside in processes))
@@ -72,6 +74,52 @@ class RowSums:
                 earlier = torch.zeros(len(part), 2)
             parts.append(earlier.cpu())
         return _joined(parts)
+
+
+class MetricRows:
+    """(metric sum, metric count) of each row of the data, whose batches the processes of `accelerator` share."""
+
+    def __init__(self, accelerator: Accelerator | None = None):
+        self._accelerator = accelerator
+        self._batches: list[tuple[int, np.ndarray]] = []  # index and [rows, ..., 2]
+
+    def add(self, index: int, sums: np.ndarray) -> None:
+        """Add the rows `[rows, ..., 2]` of batch `index`."""
+        self._batches.append((index, sums))
+
+    def gathered(self) -> np.ndarray:
+        """The rows of all processes that count something, in the order of the data, `[rows, ..., 2]`.
+
+        Each process calls. Of more than `MOST_ROWS` rows they are groups. ValueError where nothing counts.
+        """
+        batches = of_all_processes(self._batches, self._accelerator)
+        batches.sort(key=lambda batch: batch[0])
+        parts = [sums for _, sums in batches]
+        if not parts:
+            raise no_labels()
+
+        rows = np.concatenate(parts)
+        if len(rows) > MOST_ROWS:
+            rows = _grouped(rows)
+
+        counts = rows[..., 1].reshape(len(rows), -1)
+        if not (counts.sum(axis=0) > 0).all():
+            raise no_labels()
+        return rows[counts.any(axis=1)]
+
+
+def of_all_processes(values: list, accelerator: Accelerator | None) -> list:
+    """The lists of all processes of `accelerator`, one after the other; each process calls."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return list(values)
+    return gather_object(values)
+
+
+def no_labels() -> ValueError:
+    """The error for data on which nothing can be measured."""
+    return ValueError(
+        "`dataset` is empty or has no labels that count; give labelled held-out data."
+    )
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> np.ndarray:
@@ -90,10 +138,10 @@ def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _grouped(rows: np.ndarray) -> np.ndarray:
-    """The sums of groups of rows, each of which is in a group that its number draws."""
-    groups = np.zeros((GROUPS, rows.shape[1]))
+    """The sums of `GROUPS` groups of rows `[n, ...]`, each of which is in a group that its number draws."""
+    groups = np.zeros((GROUPS, *rows.shape[1:]))
     np.add.at(groups, _drawn_groups(np.arange(len(rows))), rows)
-    return groups[groups[:, -1] > 0]
+    return groups
 
 
 def _drawn_groups(numbers: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
@@ -23,10 +22,10 @@ from ..files import read_json, write_json
 from ..logs import progress_bar
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import EmbeddingNoise
-from ..readout.labels import IGNORE_INDEX
+from ..readout.labels import IGNORE_INDEX, documents_of
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.stack import inner_model
-from .sums import fingerprint_of_tensors
+from .fingerprints import fingerprint_of_tensors
 
 
 Metric = str | Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -88,8 +87,7 @@ class Evaluation:
     task: TaskLoss | None = field(default=None, init=False)  # found out on the first batch
 
     def __post_init__(self):
-        known = {"accuracy": _accuracy, "rmse": _squared_error}
-        if isinstance(self.metric, str) != (name_of(self.metric) in known):
+        if isinstance(self.metric, str) != (name_of(self.metric) in ELEMENTWISE):
             raise ValueError(
                 f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM} of another name."
             )
@@ -104,7 +102,6 @@ class Evaluation:
                 f"`batch_size` is {self.batch_size}; give at least one sample a batch."
             )
 
-        self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
         self._inner = inner_model(self.model)
         self._collate = self.data_collator
         if self._collate is None:
@@ -122,7 +119,7 @@ class Evaluation:
     @property
     def needs_logits(self) -> bool:
         """Whether the metric needs logits; for the accuracy [`TokenStatistics`] are enough."""
-        return self._score is not _accuracy
+        return self.metric != "accuracy"
 
     def collate(self, rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The inputs that `batches` makes of these rows."""
@@ -161,34 +158,53 @@ class Evaluation:
             )
         return inputs
 
-    def score(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU.
+    def loss_sums(self, outputs: Any, inputs: Mapping[str, Any]) -> np.ndarray:
+        """(loss sum, items) of one batch, from the model's `outputs`; float64 `[2]`."""
+        items = self.task.count(inputs)
+        if not items:  # the mean over no items is not a number
+            return np.zeros(2)
+        # As Trainer gives a custom loss the items of the batch.
+        given_items = None if self.task.loss_fn is None else items
+        loss = float(self.task(outputs, inputs, given_items))
+        return np.array([loss * int(items), int(items)])
 
-        `outputs` are the model's, or [`TokenStatistics`] where no logits are made.
+    def metric_sums(self, outputs: Any, inputs: Mapping[str, Any]) -> np.ndarray:
+        """(metric sum, metric count) of each row of one batch, of packed texts of each document; float64 `[rows, 2]`.
+
+        `outputs` are the model's, or [`TokenStatistics`] where no logits are made. A metric whose rows do not add up
+        to the batch's has the whole batch in the first row, and nothing in the others.
         """
         if isinstance(outputs, TokenStatistics):
-            count = len(outputs.losses)
-            hits = float(outputs.hits.sum())
-            losses = float(outputs.losses.sum())
-            return torch.tensor([hits, count, losses, count], dtype=torch.float64)
+            labels = self.task.predicted_labels(inputs)
+            counts = labels.ne(IGNORE_INDEX)
+            hits = counts.float().masked_scatter(counts, outputs.hits.float())
+            return _added_up(hits, counts, inputs)
 
-        items = self.task.count(inputs)
-        loss = 0.0  # the mean over no items is not a number
-        if items:
-            # As Trainer gives a custom loss the items of the batch.
-            loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items)
+        logits, labels = self._scored(outputs, inputs)
+        if not isinstance(self.metric, str):
+            return self._called_on_each(logits, labels)
+        return _added_up(*ELEMENTWISE[self.metric](logits, labels), inputs)
 
-        total, count = self._score(*self._scored(outputs, inputs))
-        return torch.tensor(
-            [float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64
-        )
+    def _called_on_each(self, logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
+        """A custom metric's sums over each row, or over the batch."""
+        rows = []
+        for row in range(len(labels)):
+            of_row = slice(row, row + 1)
+            rows.append(self.metric(logits[of_row], labels[of_row]))
+
+        sums = np.array(rows, dtype=np.float64)  # [rows, 2]
+        total = np.array(self.metric(logits, labels), dtype=np.float64)
+        if not np.allclose(sums.sum(axis=0), total, rtol=1e-4, equal_nan=True):
+            sums = np.zeros_like(sums)
+            sums[0] = total
+        return sums
 
     def _scored(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits and labels that the metric takes; of multi-label ones two classes a label."""
         logits, labels = self.task.predictions(outputs, inputs)
         # The first forward may find out the `problem_type`.
         problem = getattr(getattr(self._inner, "config", None), "problem_type", None)
-        if self._score is _accuracy and problem == "multi_label_classification":
+        if self.metric == "accuracy" and problem == "multi_label_classification":
             return torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()
         return logits, labels
 
@@ -217,7 +233,13 @@ class Result:
     def from_json(cls, path: str):
         """The result that `to_json` wrote, without attributes that only former versions had."""
         names = {attribute.name for attribute in fields(cls)}
-        return cls(**{name: value for name, value in read_json(path).items() if name in names})
+        values = cls.upgraded(read_json(path))
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    @classmethod
+    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The attributes in a file, which a former version may have written."""
+        return values
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
@@ -234,14 +256,23 @@ def _aligned(cells: Sequence[str], align: Callable[[str, int], str]) -> list[str
 
 
 def metric_value(metric: str, scale: float, sums: np.ndarray) -> np.ndarray:
-    """The metric from (metric sum, metric count, loss sum, items), `[..., 4]` -> `[...]`."""
+    """The metric from (metric sum, metric count), `[..., 2]` -> `[...]`."""
     mean = sums[..., 0] / sums[..., 1]
     return scale * np.sqrt(mean) if metric == "rmse" else mean
 
 
-def mean_loss(sums: np.ndarray) -> np.ndarray:
-    """The mean loss from (metric sum, metric count, loss sum, items), `[..., 4]` -> `[...]`."""
-    return sums[..., 2] / sums[..., 3]
+def metric_of_rows(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
+    """The part of each row in the metric, `[n, ..., 2]` -> `[n, ...]`: their mean is the metric.
+
+    Of a mean over items, and of its root, it is the first order of what the row adds (the delta method).
+    """
+    totals = rows.sum(axis=0)
+    value = metric_value(metric, scale, totals)  # [...]
+    mean = totals[..., 0] / totals[..., 1]
+    off = (rows[..., 0] - mean * rows[..., 1]) / rows[..., 1].mean(axis=0)  # [n, ...]
+    if metric == "rmse":
+        off = off * scale**2 / np.where(value > 0, 2 * value, 1.0)
+    return value + off
 
 
 def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
@@ -258,7 +289,20 @@ def noisy(
     return noise.at(gamma, *noise_key(draw, gamma, batch))
 
 
-def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _added_up(values: torch.Tensor, counts: torch.Tensor, inputs: Mapping[str, Any]) -> np.ndarray:
+    """The sums of values and counts, `[rows, ...]` each, over each row or document, float64 `[rows, 2]`."""
+    both = torch.stack([values.float(), counts.float()], dim=-1)
+    positions = inputs.get("position_ids")
+    if counts.dim() == 2 and positions is not None and positions.shape[-1] >= counts.shape[1]:
+        documents, count = documents_of(inputs, counts)
+        sums = both.new_zeros(count, 2).index_add(0, documents.flatten(), both.flatten(0, 1))
+    else:
+        sums = both.reshape(len(both), -1, 2).sum(dim=1)
+    return sums.cpu().double().numpy()
+
+
+def _hits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each label is predicted, and whether there is one."""
     if labels.is_floating_point():
         raise ValueError(
             f"`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or {CUSTOM}."
@@ -274,14 +318,19 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
     is_labelled = labels != IGNORE_INDEX
     hits = (predicted == labels).float()
     # Where a logit is not a number, `predicted` is just some class.
-    hits = torch.where(largest.isnan() & is_labelled, torch.nan, hits)
-    return hits.sum(), is_labelled.sum()
+    return torch.where(largest.isnan() & is_labelled, torch.nan, hits), is_labelled
 
 
-def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _squared_errors(
+    logits: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not labels.is_floating_point():
         raise ValueError(
             f"`metric` is 'rmse' but the labels are integers; use 'accuracy' or {CUSTOM}."
         )
-    predicted = logits.float().reshape(labels.shape)
-    return F.mse_loss(predicted, labels.float(), reduction="sum"), labels.numel()
+    errors = logits.float().reshape(labels.shape) - labels.float()
+    return errors.square(), torch.ones_like(errors)
+
+
+# The metrics by name: what maps logits and labels to a value and a count for each label.
+ELEMENTWISE = {"accuracy": _hits, "rmse": _squared_errors}

@@ -224,7 +224,7 @@ def test_measured_profiles_and_the_disk(tmp_path):
             with torch.no_grad():
                 losses.append(model.eval()(**default_data_collator([row])).loss)
         lower, upper = confidence_limits(np.array(losses))
-        assert alone.radius("losses")[-1] == pytest.approx((upper - lower) / 2, rel=1e-4)
+        assert alone.loss_radii[-1] == pytest.approx((upper - lower) / 2, rel=1e-4)
         assert profile.certificate().loss_radii[-1] == pytest.approx((upper - lower) / 2, rel=1e-4)
     certificate, path = profiles[0].certificate(), str(tmp_path / "certificate.json")
     assert certificate.items == certificate.examples == 40

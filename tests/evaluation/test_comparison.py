@@ -13,17 +13,17 @@ from hf_descent.evaluation.comparison import Run, compare, difference
 
 
 def groups_of(before, after, **options):
-    """Runs from accuracies of blocks, `[seeds, blocks]`."""
+    """Runs from accuracies of rows, `[seeds, rows]`."""
     return {
-        name: [make_run(blocks, seed=seed, **options) for seed, blocks in enumerate(side)]
+        name: [make_run(rows, seed=seed, **options) for seed, rows in enumerate(side)]
         for name, side in (("erm", before), ("descent", after))
     }
 
 
-def block_means(seeds, blocks, mean, of_seeds, of_blocks, noise, generator):
-    """Accuracies with a part of each seed, a part of each block and a rest, `[seeds, blocks]`."""
-    rest = noise * generator.normal(size=(seeds, blocks))
-    return mean + of_seeds * generator.normal(size=(seeds, 1)) + of_blocks + rest
+def accuracies(seeds, rows, mean, of_seeds, of_rows, noise, generator):
+    """Accuracies with a part of each seed, a part of each row and a rest, `[seeds, rows]`."""
+    rest = noise * generator.normal(size=(seeds, rows))
+    return mean + of_seeds * generator.normal(size=(seeds, 1)) + of_rows + rest
 
 
 def test_with_no_part_of_the_data_it_is_the_paired_t_test():
@@ -66,36 +66,37 @@ def test_with_both_parts_it_is_the_test_of_reader_studies():
     """By the mean squares of an analysis of variance (Hillis 2007, equations 6 and 9)."""
     generator = np.random.default_rng(9)
     before, after = (
-        block_means(4, 8, 0.5, 0.03, 0.05 * generator.normal(size=8), 0.02, generator)
+        accuracies(4, 8, 0.5, 0.03, 0.05 * generator.normal(size=8), 0.02, generator)
         for _ in range(2)
     )
     table = after - before
-    of_seeds, of_blocks = 8 * table.mean(1).var(ddof=1), 4 * table.mean(0).var(ddof=1)
-    rest = (31 * table.var(ddof=1) - 3 * of_seeds - 7 * of_blocks) / 21
-    both = of_seeds + of_blocks - rest
+    of_seeds, of_rows = 8 * table.mean(1).var(ddof=1), 4 * table.mean(0).var(ddof=1)
+    rest = (31 * table.var(ddof=1) - 3 * of_seeds - 7 * of_rows) / 21
+    both = of_seeds + of_rows - rest
     found = difference(groups_of(before, after), "erm", "descent")
     assert found.freedom == pytest.approx(3 * (both / of_seeds) ** 2)
     assert found.radius == pytest.approx(stats.t.ppf(0.975, found.freedom) * np.sqrt(both / 32))
 
 
 def test_what_the_data_decides_widens_the_interval():
-    """Every seed gains on the same blocks and loses on the same others: another test set might turn it round."""
+    """Every seed gains on the same rows and loses on the same others: another test set might turn it round."""
     generator = np.random.default_rng(2)
-    of_blocks = 0.2 * generator.normal(size=12)
-    before = block_means(4, 12, 0.5, 0.0, 0.0, 0.01, generator)
-    after = block_means(4, 12, 0.55, 0.0, of_blocks - of_blocks.mean(), 0.01, generator)
+    of_rows = 0.2 * generator.normal(size=12)
+    before = accuracies(4, 12, 0.5, 0.0, 0.0, 0.01, generator)
+    after = accuracies(4, 12, 0.55, 0.0, of_rows - of_rows.mean(), 0.01, generator)
     found = difference(groups_of(before, after), "erm", "descent")
     assert stats.ttest_rel(after.mean(1), before.mean(1)).pvalue < 0.01
     assert found.verdict == "not significant"
     assert found.radius == pytest.approx(found.data_radius, rel=0.2)
-    same = block_means(4, 12, 0.55, 0.0, 0.0, 0.01, generator)
+    same = accuracies(4, 12, 0.55, 0.0, 0.0, 0.01, generator)
     assert difference(groups_of(before, same), "erm", "descent").verdict == "better"
 
 
 def test_the_estimate_is_the_difference_of_what_the_curves_say():
     groups = groups_of(*np.random.default_rng(9).uniform(0.3, 0.9, (2, 3, 8)))
     for run in groups["erm"] + groups["descent"]:
-        run.curve.metric, run.curve.values = "rmse", np.sqrt(run.curve.values)
+        run.curve.metric = "rmse"
+        run.curve.values = np.sqrt(run.curve.values)
     before, after = (
         np.mean([run.curve.auc_over_range for run in groups[name]]) for name in ("erm", "descent")
     )
@@ -103,7 +104,7 @@ def test_the_estimate_is_the_difference_of_what_the_curves_say():
 
 
 def test_seeds_that_agree_by_chance_prove_nothing():
-    """Two seeds that lose one row of many each: the same difference to the last digit, on other blocks."""
+    """Two seeds that lose one row of many each: the same difference to the last digit, on other rows."""
     before = np.full((2, 10), 0.7)
     after = before.copy()
     after[0, 3] -= 0.1
@@ -116,7 +117,7 @@ def test_seeds_that_agree_by_chance_prove_nothing():
 
 @pytest.mark.parametrize(("size", "second"), [(0.026, [1, 1, -1, -1]), (0.009, [-1, 1, -1, 1])])
 def test_few_seeds_prove_no_more_where_the_data_is_sure(size, second):
-    """Two seeds gain 0.02 and 0.03; what their blocks add is their own."""
+    """Two seeds gain 0.02 and 0.03; what their rows add is their own."""
     before = np.full((2, 8), 0.5)
     own = size * np.array([2 * [1, -1, 1, -1], 2 * second])
     after = before + np.array([[0.02], [0.03]]) + own
@@ -139,7 +140,7 @@ def test_false_verdicts_are_as_rare_as_stated(paired):
     wrong = 0
     for _ in range(300):
         sides = [
-            block_means(3, 8, 0.5, 0.02, 0.02 * generator.normal(size=8), 0.04, generator)
+            accuracies(3, 8, 0.5, 0.02, 0.02 * generator.normal(size=8), 0.04, generator)
             for _ in range(2)
         ]
         groups = groups_of(*sides)
@@ -152,13 +153,13 @@ def test_false_verdicts_are_as_rare_as_stated(paired):
 
 def test_verdicts_in_words():
     generator = np.random.default_rng(4)
-    low, high = (block_means(3, 8, mean, 0.001, 0.0, 0.001, generator) for mean in (0.5, 0.7))
+    low, high = (accuracies(3, 8, mean, 0.001, 0.0, 0.001, generator) for mean in (0.5, 0.7))
     assert "descent is better, statistically significant at 95 %" in str(
         difference(groups_of(low, high), "erm", "descent")
     )
     worse = difference(groups_of(high, low), "erm", "descent")
     assert worse.verdict == "worse" and "paired by seed" in str(worse)
-    again = block_means(3, 8, 0.5, 0.001, 0.0, 0.001, generator)
+    again = accuracies(3, 8, 0.5, 0.001, 0.0, 0.001, generator)
     assert "no statistically significant difference at 95 %" in str(
         difference(groups_of(low, again), "erm", "descent")
     )
@@ -188,8 +189,8 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
         {"samples": 61},
         {"data": "other rows"},
         {"perturbation": "typos"},
-    )  # same blocks
-    for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
+    )  # as many rows
+    for change in ({"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
         made = {} if change in settings else change
         run = make_run(generator.random(6), objective="hinge", **made)
         run.curve.settings |= change if change in settings else {}
@@ -208,7 +209,7 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
         ValueError, match="holds no noise_curve.json of its last training; run `hf-descent evaluate"
     ):
         compare([str(tmp_path), folders[0]])
-    with pytest.raises(ValueError, match="one batch"):
+    with pytest.raises(ValueError, match="too few rows"):
         compare(
             [
                 save_run(tmp_path / name, make_run([0.5], objective=name))

@@ -59,7 +59,7 @@ def test_training_level_between_two_levels_and_at_the_ends(gamma_train, auc_id, 
 
 
 def test_a_summary_that_there_is_not_has_no_interval():
-    model, data = bert(), classification_data(20)
+    model, data = bert(), classification_data(100)
     result = noise_curve(model, data, [0.5, 1.0], batch_size=5, gamma_train=0.25)
     assert result.auc_id is None and math.isnan(result.radius("auc_id"))
     assert result.radius("auc_ood") == result.radius("auc_over_range") > 0

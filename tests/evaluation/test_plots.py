@@ -56,14 +56,14 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
 def test_the_loss_that_each_row_asks_for_is_drawn_and_the_interval_of_a_single_run():
     run = make_run([0.5, 0.6], objective="descent", feasible=True)
     profile = run.profiles[0.0]
-    profile.blocks[..., 2] += np.linspace(-0.1, 0.1, 20)[:, None]
+    profile.row_sums[:, :-1] += np.linspace(-0.1, 0.1, 20)[:, None]
     axes = plots.plot_layers({"descent": [run]}).axes[0]
     (asked,) = [line for line in axes.lines if line.get_label() == "descent: asked"]
     np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
     bounds = 0.999 * np.array([1.1 * profile.losses[0], *profile.losses[:2]])
     np.testing.assert_allclose(asked.get_ydata(), bounds, rtol=1e-6)
     _, ends = bars(axes, 0)
-    np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.radius("losses"))
+    np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.loss_radii)
 
 
 def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
@@ -87,11 +87,11 @@ def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
 
 def test_one_evaluation_shows_its_losses_their_intervals_and_what_was_asked():
     profile = make_run([0.5, 0.6], objective="descent", feasible=True).profiles[0.0]
-    profile.blocks[..., 2] += np.linspace(-0.1, 0.1, 20)[:, None]
+    profile.row_sums[:, :-1] += np.linspace(-0.1, 0.1, 20)[:, None]
     axes = plots.plot_evaluation(profile.losses, profile.certificate(), gamma_train=0.5).axes[0]
     mean, ends = bars(axes, 0)
     np.testing.assert_array_equal(mean, profile.losses)
-    np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.radius("losses"))
+    np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.loss_radii)
     (asked,) = [line for line in axes.lines if line.get_label() == "asked"]
     np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
     np.testing.assert_array_equal(asked.get_ydata(), profile.certificate().asked)

@@ -45,7 +45,7 @@ def test_the_rmse_of_layers_and_its_interval_have_the_scale_of_the_metric():
         for scale in (1.0, 255.0)
     )
     np.testing.assert_allclose(scaled.values, 255 * np.sqrt(plain.losses), rtol=1e-5)
-    np.testing.assert_allclose(scaled.radius("values"), 255 * plain.radius("values"))
+    np.testing.assert_allclose(scaled.value_radii, 255 * plain.value_radii)
 
 
 def test_the_interval_of_the_accuracy_depends_neither_on_the_order_nor_on_batches():
@@ -58,7 +58,7 @@ def test_the_interval_of_the_accuracy_depends_neither_on_the_order_nor_on_batche
     for rows, batch_size in ((data, 3), (data, 90), (shuffled, 3)):
         profile = layer_profile(model, rows, batch_size=batch_size)
         assert profile.values.tolist() == [1 / 3] * 3
-        np.testing.assert_allclose(profile.radius("values"), expected.high - 1 / 3)
+        np.testing.assert_allclose(profile.value_radii, expected.high - 1 / 3)
 
 
 def test_problem_gives_violations_and_feasibility():
@@ -98,10 +98,10 @@ def test_a_problem_of_another_number_of_layers_is_refused_at_the_first_batch():
 def test_a_loss_that_is_not_a_number_is_not_feasible(layer):
     losses = torch.tensor([0.5, 0.4, 0.3])
     losses[layer] = torch.nan
-    blocks = np.ones((8, 3, 4))
-    blocks[..., 2] = losses
+    row_sums = np.ones((30, 4))
+    row_sums[:, :3] = losses
     problem = DescentProblem(0.1, 1.0, 3).state_dict()
-    profile = LayerProfile("accuracy", losses, losses, 0.0, problem, blocks)
+    profile = LayerProfile("accuracy", losses, losses, 0.0, problem, row_sums=row_sums)
     assert math.isnan(profile.to_dict()["max_violation"]) and profile.feasible is False
 
 

@@ -1,12 +1,11 @@
-"""What is kept of the data that was evaluated: sums over blocks, and a fingerprint."""
+"""Fingerprints of the data that was evaluated, and curves on disk."""
 
 import numpy as np
-import pytest
 import torch
 from tiny import bert, classification_data
 
 from hf_descent.evaluation import NoiseCurve, layer_profile, noise_curve
-from hf_descent.evaluation.sums import fingerprint_of_tensors
+from hf_descent.evaluation.fingerprints import fingerprint_of_tensors
 
 
 def test_the_fingerprint_is_of_the_data_alone():
@@ -48,31 +47,6 @@ def test_a_curve_of_numpy_s_numbers_survives_the_disk(tmp_path):
     read = NoiseCurve.from_json(tmp_path / "curve.json")
     assert read.to_dict() == expected.to_dict()
     assert (read.gamma_train, read.settings) == (0.5, expected.settings)
-
-
-def test_blocks_in_which_a_metric_counts_nothing_still_count_for_the_loss():
-    def recall(logits, labels):
-        positive = labels == 0
-        return ((logits.argmax(-1) == labels) & positive).sum(), positive.sum()
-
-    rows = sorted(classification_data(40), key=lambda row: row["labels"] == 0)
-    curve = noise_curve(bert(), rows, [0.0, 1.0], metric=recall, batch_size=4)
-    np.testing.assert_array_equal(
-        curve.losses, noise_curve(bert(), rows, [0.0, 1.0], batch_size=4).losses
-    )
-    assert curve.blocks.shape[0] == 10
-    assert np.isfinite(curve.radius("mean")).all()
-    with pytest.raises(ValueError, match="no labels that count"):
-        noise_curve(bert(), [row for row in rows if row["labels"]], [0.0], metric=recall)
-
-
-def test_sums_do_not_grow_with_the_data():
-    few, many = (
-        noise_curve(bert(), classification_data(n), [1.0], batch_size=2, draws=1) for n in (8, 200)
-    )
-    assert few.blocks.shape == (4, 1, 1, 4)
-    assert many.blocks.shape == (32, 1, 1, 4)
-    np.testing.assert_array_equal(many.blocks[..., 1].sum(), 200)
 
 
 def test_a_tensor_is_itself_however_it_lies_in_memory():

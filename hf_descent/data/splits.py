@@ -183,7 +183,7 @@ def _report_guessed_types(name: str, rows: Dataset) -> None:
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     """Draws validation rows from the training rows if there are none; keeps as many of each as `args` allows.
 
-    Held-out rows are shuffled: intervals over blocks of rows assume it, and files are often sorted by class.
+    Held-out rows are shuffled, since files are often sorted by class.
     """
     if "validation" not in splits:
         if len(splits["train"]) < 2:

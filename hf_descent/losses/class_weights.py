@@ -204,7 +204,7 @@ class LossTrial:
             reduction="none",
             label_smoothing=self._label_smoothing,
         )
-        return losses.double().cpu().numpy(), labels.cpu().numpy()
+        return losses.cpu().double().numpy(), labels.cpu().numpy()
 
     def _model_outputs(self, batch: Mapping[str, Any]) -> Any:
         with probing(self._task.model):

@@ -238,21 +238,11 @@ def noise_curve(
     router_flags = config_flags(model.modules(), ["output_router_logits"])
     with evaluating(model), switched_off(router_flags):
         for index, batch in evaluation.batches("Noise curve", as_rows=perturbation is not None):
-            by_level = []
-            for level, gamma in enumerate(gammas):
-                by_draw = []
-                for draw in range(draws):
-                    if gamma or draw == 0:  # without noise, one draw stands for all
-                        inputs = perturbed.inputs(batch, index, gamma, draw)
-                        outputs = perturbed.outputs(inputs, index, gamma, draw)
-                        metric_sums = evaluation.metric_sums(outputs, inputs)
-                        loss_sums = evaluation.loss_sums(outputs, inputs)
-                    if level == draw == 0:
-                        fingerprint.add(index, evaluation.fingerprint(inputs))
-                    by_draw.append(metric_sums)
-                    losses[level, draw] += loss_sums
-                by_level.append(np.stack(by_draw, axis=1))
-            rows.add(index, np.stack(by_level, axis=1))  # [rows, levels, draws, 2]
+            first = perturbed.inputs(batch, index, gammas[0], 0)
+            fingerprint.add(index, evaluation.fingerprint(first))
+            metric_sums, loss_sums = perturbed.sums(batch, index, gammas, draws)
+            rows.add(index, metric_sums)
+            losses += loss_sums
 
     metric_rows = rows.gathered()  # [rows, levels, draws, 2]
     losses = sum(of_all_processes([losses], evaluation.accelerator))
@@ -323,6 +313,26 @@ class _PerturbedModel:
         self._perturbation = perturbation
         self._seed = seed
         self._readout: Readout | None = None  # found on the first batch
+
+    def sums(
+        self, batch: Any, index: int, gammas: Sequence[float], draws: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(metric sum, metric count) of each row `[rows, levels, draws, 2]`, and (loss sum, items) of the batch
+        `[levels, draws, 2]`."""
+        metric_sums = []
+        loss_sums = []
+        for gamma in gammas:
+            for draw in range(draws):
+                if gamma or draw == 0:  # without noise, one draw stands for all
+                    inputs = self.inputs(batch, index, gamma, draw)
+                    outputs = self.outputs(inputs, index, gamma, draw)
+                    of_rows = self._evaluation.metric_sums(outputs, inputs)
+                    of_batch = self._evaluation.loss_sums(outputs, inputs)
+                metric_sums.append(of_rows)
+                loss_sums.append(of_batch)
+
+        shape = (len(gammas), draws, 2)
+        return np.stack(metric_sums, axis=1).reshape(-1, *shape), np.reshape(loss_sums, shape)
 
     def inputs(self, batch: Any, index: int, gamma: float, draw: int) -> Mapping[str, Any]:
         """The inputs of a batch: as they are, or from its rows, perturbed at one level."""

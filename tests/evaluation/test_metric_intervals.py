@@ -30,9 +30,23 @@ def documents(count):
     """Texts of several lengths, the long ones last."""
     rows = []
     for index, row in enumerate(language_data(count)):
-        length = 4 + index // 32
+        length = 4 + index // 16
         rows.append({name: tokens[:length] for name, tokens in row.items()})
     return rows
+
+
+def half_right(model, rows):
+    """The same texts, with labels of which the model predicts about half."""
+    generator = np.random.default_rng(3)
+    labelled = []
+    for row in rows:
+        with torch.no_grad():
+            predicted = model(input_ids=row["input_ids"][None]).logits[0].argmax(-1)
+        labels = row["labels"].clone()
+        is_right = torch.from_numpy(generator.random(len(labels) - 1) < 0.5)
+        labels[1:] = torch.where(is_right, predicted[:-1], labels[1:])
+        labelled.append({**row, "labels": labels})
+    return labelled
 
 
 def padded(rows):
@@ -64,24 +78,40 @@ def test_intervals_depend_neither_on_the_order_nor_on_the_size_of_batches(kind):
     if kind == "rmse":
         model, data, settings = spread(bert(num_labels=1)), numbers(120), {"metric": "rmse"}
     else:
-        model, data, settings = spread(llama()), documents(240), {"data_collator": padded}
+        model, settings = spread(llama()).eval(), {"data_collator": padded}
+        data = half_right(model, documents(120))
     found = []
-    for rows, batch_size in ((data, 4), (data, 240), (shuffled(data), 4), (shuffled(data), 7)):
+    for rows, batch_size in ((data, 4), (data, 120), (shuffled(data), 4), (shuffled(data), 7)):
         profile = layer_profile(model, rows, batch_size=batch_size, **settings)
         curve = noise_curve(model, rows, [0.0], batch_size=batch_size, **settings)
-        found.append([*profile.value_radii, curve.radius("mean")[0]])
-    assert np.isfinite(found).all() and found[0][-1] > 0
+        found.append([profile.value_radii[-1], curve.radius("mean")[0]])
+    assert np.isfinite(found).all() and (np.array(found) > 0).all()
     np.testing.assert_allclose(found, found[:1] * 4, rtol=1e-4)
 
 
-def test_packed_documents_have_the_interval_of_rows():
-    model, data = spread(llama()), documents(40)
-    loaders = [
-        DataLoader([collate(data[start : start + 8]) for start in range(0, 40, 8)], batch_size=None)
-        for collate in (padded, packed)
-    ]
-    rows, of_documents = (layer_profile(model, loader) for loader in loaders)
-    np.testing.assert_allclose(of_documents.value_radii, rows.value_radii, rtol=1e-4)
+def test_the_interval_of_packed_texts_is_made_of_documents():
+    model, data = spread(llama()).eval(), documents(160)
+    sums = []
+    batches = [packed(data[start : start + 8]) for start in range(0, 160, 8)]
+    for batch in batches:
+        # As the model reads them, half of the labels are right.
+        with torch.no_grad():
+            predicted = model(**batch).logits[0].argmax(-1)
+        is_right = torch.from_numpy(np.random.default_rng(3).random(len(predicted) - 1) < 0.5)
+        labels = batch["labels"][0]
+        counts = labels[1:] != -100
+        labels[1:] = torch.where(is_right & counts, predicted[:-1], labels[1:])
+        hits = (predicted[:-1] == labels[1:]) & counts
+        documents_of_labels = batch["position_ids"][0].eq(0).cumsum(0)[1:]
+        for document in range(1, 9):
+            own = documents_of_labels == document
+            sums.append([int(hits[own].sum()), int(counts[own].sum())])
+
+    rows = np.array([row for row in sums if row[1]], dtype=float)
+    expected = half_widths(metric_of_rows("accuracy", 1.0, rows))
+    profile = layer_profile(model, DataLoader(batches, batch_size=None))
+    assert expected > 0 and profile.values[-1] == pytest.approx(rows[:, 0].sum() / rows[:, 1].sum())
+    assert profile.value_radii[-1] == pytest.approx(expected, rel=1e-6)
 
 
 def test_of_unequal_counts_and_of_a_root_it_is_the_delta_method():

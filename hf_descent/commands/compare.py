@@ -59,15 +59,13 @@ def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySid
     if len(folders) != 2:
         return []
     plain, other = (Run.load(folder, needs_curve=False) for folder in folders)
-    if plain.summary.get("objective") != "erm":
+    if not plain.was_trained_plainly:
         plain, other = other, plain
-
-    objective = other.summary.get("objective")
-    if plain.summary.get("objective") != "erm" or objective in (None, "erm"):
+    if not plain.was_trained_plainly or other.objective is None or other.was_trained_plainly:
         return []
 
     return [
-        SideBySide(plain.profiles[gamma], other.profiles[gamma], objective)
+        SideBySide(plain.profiles[gamma], other.profiles[gamma], other.objective.name)
         for gamma in sorted(plain.profiles.keys() & other.profiles.keys())
         if plain.profiles[gamma].data == other.profiles[gamma].data
     ]

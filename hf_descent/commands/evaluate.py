@@ -21,6 +21,7 @@ from transformers.hf_argparser import HfArg
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ..configs import DescentArguments, upper_level
+from ..constraints.objectives import objective_class
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
 from ..constraints.state import DualState
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
@@ -370,6 +371,7 @@ def _profiles(
 
 def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> dict[str, Any]:
     """What a verdict says of the training."""
+    objective = summary.get("objective")
     share = None
     warmup = summary.get("warmup_layer_losses")
     if warmup is not None:
@@ -379,7 +381,7 @@ def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> d
         "multipliers": summary.get("multipliers"),
         "also_selected": task.also_selected,
         "max_last_layer_rise": summary.get("arguments", {}).get("max_last_layer_rise"),
-        "has_price": summary.get("objective") != "erm",
+        "has_price": objective is None or not objective_class(objective).is_plain,
     }
 
 

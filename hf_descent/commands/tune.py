@@ -17,7 +17,6 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers.hf_argparser import HfArg
 
-from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import LARGEST
 from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
@@ -29,7 +28,6 @@ from .closing import next_step
 
 
 BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
-PENALTIES = ("hinge", "quadratic")
 
 
 @dataclass
@@ -225,11 +223,13 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
 
 def _default_ranges(args: Any) -> dict[str, Sequence[float]]:
     names = ["learning_rate"]
-    if args.objective == "descent":
+    objective = args.objective_class
+    if objective.moves_multipliers:
         names.append("dual_learning_rate")
-    if args.objective in (*PENALTIES, "deep_supervision"):
+    if objective.takes_coefficient:
         names.append("penalty_coefficient")
-    if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
+    can_meet_rows = objective.moves_multipliers or not objective.is_linear
+    if can_meet_rows and args.layer_rows is not None:
         names.append("descent_strength" if args.follows else "descent_alpha")
     ranges = ranges_for(args)
     ranges.update(BASELINES)
@@ -241,10 +241,9 @@ def judge(folder: str, gamma: float) -> tuple[float, dict[str, Any]]:
     trained = Run.load(folder)
     curve = trained.curve
     values = dict(zip(curve.gammas.tolist(), curve.mean.tolist()))
-    is_constrained = trained.summary.get("objective") not in UNCONSTRAINED
     facts = {
         "clean": values[0.0],
-        "feasible": trained.feasible if is_constrained else None,
+        "feasible": trained.feasible if trained.was_constrained else None,
         "greater_is_better": curve.greater_is_better,
     }
     return values[gamma], facts

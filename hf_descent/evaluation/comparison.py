@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..configs import upper_level
+from ..constraints.objectives import Objective, objective_class
 from ..extras import extra_needed
 from ..runs import RunFolder
 from .certificates import MET, Certificate
@@ -70,6 +71,21 @@ class Run:
     def seed(self) -> int | None:
         """The seed of the training, where it is recorded."""
         return self.summary.get("arguments", {}).get("seed")
+
+    @property
+    def objective(self) -> type[Objective] | None:
+        """The class of the training's objective; `None` where it is not recorded."""
+        name = self.summary.get("objective")
+        return None if name is None else objective_class(name)
+
+    @property
+    def was_trained_plainly(self) -> bool:
+        return self.objective is not None and self.objective.is_plain
+
+    @property
+    def was_constrained(self) -> bool:
+        """Whether the training asked something of each layer, as far as is known."""
+        return self.objective is None or self.objective.is_constrained
 
     @property
     def feasible(self) -> bool | None:

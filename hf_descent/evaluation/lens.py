@@ -77,6 +77,8 @@ class Lens(Result):
         """What was found, in one or two sentences."""
         depth = len(self.losses)
         last = self.losses[-1]
+        if not np.isfinite(last):
+            return f"The last layer's loss is {last}: there is nothing to compare layers with."
         near = int(np.argmax(self.losses <= NEAR * last)) + 1
         if near == depth:
             text = (

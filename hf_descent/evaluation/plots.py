@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ..constraints.objectives import UNCONSTRAINED
 from ..extras import extra_needed
 from ..files import atomic_write, plain
 from .certificates import Certificate
@@ -105,8 +104,7 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
             error = profiles[0].loss_radii if len(runs) == 1 else 0.0
             layers = np.arange(1, len(losses[0]) + 1)
             _line(axes, layers, losses, error, place, label=name, shift=_shift(place, groups))
-            is_constrained = runs[0].summary.get("objective") not in UNCONSTRAINED
-            if is_constrained and profiles[0].problem is not None:
+            if runs[0].was_constrained and profiles[0].problem is not None:
                 judged = [profile for profile in profiles if profile.problem is not None]
                 verdicts = [profile.certificate() for profile in judged]
                 draw_asked(axes, verdicts, _style(place)["color"], f"{name}: asked")

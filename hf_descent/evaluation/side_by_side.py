@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..configs import DescentArguments
+from ..constraints.objectives import objective_class
 from ..runs import RunFolder
 from .certificates import MET, Certificate
 from .price import Price, percent
@@ -125,7 +126,9 @@ def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, An
     """Whether `plain` tells of plain training with the other settings of the run of `summary`."""
     own = _as_in_json(summary.get("arguments"))
     other = _as_in_json(plain.get("arguments"))
-    if not own or not other or other.get("objective") != "erm":
+    if not own or not other or "objective" not in other:
+        return False
+    if not objective_class(other["objective"]).is_plain:
         return False
     of_constraints = {argument.name for argument in fields(DescentArguments)} - OF_THE_INPUT
     names = (own.keys() | other.keys()) - of_constraints

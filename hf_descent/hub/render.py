@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from huggingface_hub.constants import ENDPOINT
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
-from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.objectives import objective_class
 from ..evaluation.noise_curves import SUMMARIES
 
 
@@ -114,7 +114,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         usage=_usage(card, auto_class),
         metric_table=_table({title: metrics, "value": metrics.values()}),
         setting_table=_table({"setting": settings, "value": settings.values()}),
-        is_constrained=card["objective"] not in UNCONSTRAINED,
+        is_constrained=objective_class(card["objective"]).is_constrained,
         is_noisy=any(float(name.split("@")[1]) for name in _noise_levels(card)),
         asks_for_exits=bool(card["settings"].get("exit_targets")),
         answers=answers(card),
@@ -165,16 +165,17 @@ def settings_that_acted(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if name not in silent}
 
 
-def _silent_by_objective(objective: str) -> set[str]:
-    """Settings that this objective does not read."""
+def _silent_by_objective(name: str) -> set[str]:
+    """Settings that the objective of this name does not read."""
+    objective = objective_class(name)
     silent = set()
-    if objective in UNCONSTRAINED:
+    if not objective.is_constrained:
         silent |= {"descent_strength", "constrained_layers", "initial_loss_bound", "target_margin"}
-    if objective == "erm":
+    if objective.is_plain:
         silent.add("readout_token_fraction")
-    if objective != "descent":
+    if not objective.moves_multipliers:
         silent.update(DUAL_SETTINGS)
-    if objective not in ("deep_supervision", "layerskip", "hinge", "quadratic"):
+    if not objective.takes_coefficient:
         silent.add("penalty_coefficient")
     return silent
 

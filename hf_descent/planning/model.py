@@ -173,7 +173,7 @@ class PlannedModel:
 
             hooks = meter.follow(layers.readout.stack, trained)
             with noise:
-                if args.objective == "erm":
+                if args.objective_class.is_plain:
                     objective = output_loss(self.model(**batch))
                 else:
                     objective = LayerObjective(layers, dual)(self.model, batch)

@@ -159,6 +159,7 @@ def a_lens(losses, chance=None):
         ([0.9, 0.52, 0.5], None, "Layer 2 of 3 is the first whose loss is within 5 %"),
         ([0.9, 0.6, 0.5], None, "No layer before the last has a loss within 5 %"),
         ([0.9, 0.6, 0.5], 0.7, "1 of 3 layers do no better than guessing (0.7)."),
+        ([0.9, 0.6, np.nan], 0.7, "The last layer's loss is nan"),
     ],
 )
 def test_what_was_found_is_said_in_a_sentence(losses, chance, summary):

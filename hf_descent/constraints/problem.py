@@ -109,10 +109,10 @@ class _Constants:
         """The same as tensors of the type and the device of `values`."""
         constants = {}
         for field in fields(self):
-            tensor = torch.from_numpy(getattr(self, field.name)).to(values.device)
-            if tensor.is_floating_point():
+            tensor = torch.from_numpy(getattr(self, field.name))
+            if tensor.is_floating_point():  # before it moves: some devices have no float64
                 tensor = tensor.to(values.dtype)
-            constants[field.name] = tensor
+            constants[field.name] = tensor.to(values.device)
         return _Constants(**constants)
 
 

@@ -67,11 +67,13 @@ class Reference:
         return bool(lower > (1 + share) * self.upper)
 
 
-def on_same_rows(times: Iterable[str], readings: Iterable[np.ndarray]) -> list[Reference]:
+def on_same_rows(
+    times: Iterable[str], readings: Iterable[np.ndarray], count: int
+) -> list[Reference]:
     """References from earlier readings `[rows, 2]` of the rows that are judged, one for each of `times`; those that
-    read none of the rows are left out."""
+    read none of the rows are left out. Where the rows were added up to `count` groups, they cannot be paired."""
     return [
-        Reference.measured(time, rows, is_same_data=True)
+        Reference.measured(time, rows, is_same_data=len(rows) == count)
         for time, rows in zip(times, readings)
         if (rows[:, 1] > 0).any()
     ]

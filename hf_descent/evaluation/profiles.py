@@ -283,7 +283,7 @@ def layer_profiles(
                 chance=chance_of(labels, is_shared),
                 row_sums=rounded(row_sums),
                 whole_batches=gathered.whole_batches,
-                references=[] if gamma else on_same_rows(readings, gathered.earlier),
+                references=[] if gamma else on_same_rows(readings, gathered.earlier, len(row_sums)),
                 batch_size=getattr(dataset, "batch_size", evaluation.batch_size),
             )
         )

@@ -23,8 +23,8 @@ class GatheredRows(NamedTuple):
 
     sums: np.ndarray  # float64 [rows, layers + 1]
     whole_batches: int  # how many of these are whole batches
-    # For each earlier reading float64 [rows, 2], its loss and items of these very rows, and zeros for rows that it
-    # left out. Empty where the rows cannot be told to be the same.
+    # For each earlier reading float64 [rows, 2], its loss and items of the rows, before they were grouped, and zeros
+    # for rows that it left out.
     earlier: list[np.ndarray]
 
 
@@ -56,14 +56,13 @@ class RowSums:
         processes = gather_object([mine]) if over_processes else [mine]
         rows = _concatenated([sums for sums, _, _ in processes])
         whole_batches = sum(count for _, count, _ in processes)
-        if len(rows) > MOST_ROWS:
-            groups = _grouped(rows)
-            return GatheredRows(groups[groups[:, -1] > 0], whole_batches, [])
-
         has_items = rows[:, -1] > 0
         readings = zip(*(beside for _, _, beside in processes))
         beside = [_concatenated(parts)[has_items] for parts in readings]
-        return GatheredRows(rows[has_items], whole_batches, beside)
+        kept = rows
+        if len(rows) > MOST_ROWS:
+            kept = _grouped(rows)
+        return GatheredRows(kept[kept[:, -1] > 0], whole_batches, beside)
 
     def _beside(self, reading: Mapping[int, torch.Tensor]) -> np.ndarray:
         """An earlier reading of these rows, `[rows, 2]`; zeros for batches that it left out or had otherwise."""

@@ -101,7 +101,7 @@ def gathered(
     rows = totals.rows.gathered(accelerator.num_processes > 1, list(readings.values()))
     items = reduced(accelerator, torch.as_tensor(totals.items))
 
-    references = on_same_rows(readings, rows.earlier)
+    references = on_same_rows(readings, rows.earlier, len(rows.sums))
     if len(references) < len(readings) or not readings:
         references = list(of_other_data)
     return EvaluatedRows(rows.sums, int(items), rows.whole_batches, references)

@@ -1,9 +1,11 @@
 """What is kept of the rows of an evaluation: the same however they were batched, and at most so much of it."""
 
 import numpy as np
+import pytest
 import torch
 
 from hf_descent.evaluation import row_sums
+from hf_descent.evaluation.price import on_same_rows
 from hf_descent.evaluation.row_sums import RowSums, rounded
 
 
@@ -63,6 +65,23 @@ def test_an_earlier_reading_of_some_batches_is_put_beside_their_rows():
     (beside,) = found.earlier
     # The second batch had other rows then.
     assert beside[:, 0].tolist() == [5] * 8 + [0] * 7 + [7] * 4 and len(found.sums) == 19
+
+
+def test_an_earlier_reading_of_grouped_rows_is_kept_and_compared_without_pairs(monkeypatch):
+    monkeypatch.setattr(row_sums, "MOST_ROWS", 100)
+    monkeypatch.setattr(row_sums, "GROUPS", 50)
+    rows = np.random.default_rng(0).uniform(1, 1.1, (400, 2))
+    rows[:, -1] = 1
+    earlier = {
+        number: torch.from_numpy(rows[start : start + 8] * [0.9, 1])
+        for number, start in enumerate(range(0, 400, 8))
+    }
+    found = read(rows, 8).gathered(False, [earlier])
+    assert len(found.sums) <= 50 and len(found.earlier[0]) == 400
+    (reference,) = on_same_rows(["before"], found.earlier, len(found.sums))
+    assert reference.rows is None and reference.loss == pytest.approx(0.9 * rows[:, 0].mean())
+    assert reference.is_exceeded(found.sums, share=0.05)
+    assert not reference.is_exceeded(found.sums, share=0.15)
 
 
 def test_batches_that_could_not_be_split_are_counted():

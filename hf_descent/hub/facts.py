@@ -161,12 +161,17 @@ def _known(run: RunFolder, folder: Path) -> dict[str, Any]:
 
 
 def _evaluation(run: RunFolder) -> dict[str, Any]:
-    """The metrics of the last evaluation whose file is there; not from `all_results.json`, to which every training in
-    the folder adds."""
+    """The metrics of the last evaluation whose file is there, and may be of the rows of the layer profile; not from
+    `all_results.json`, to which every training in the folder adds."""
     found = {}
     for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
         results = run.read(f"{prefix}_results.json")
         if not results:
+            continue
+        if not _is_of_profile(results, prefix, run.read("layer_profile.json")):
+            # What the card said of them before does not hold any more.
+            found.setdefault("evaluation", None)
+            found.setdefault("split", None)
             continue
 
         written = (run.path / f"{prefix}_results.json").stat().st_mtime
@@ -175,9 +180,6 @@ def _evaluation(run: RunFolder) -> dict[str, Any]:
         found["evaluation"] = {
             name: value for name, value in results.items() if name.startswith(f"{prefix}_")
         }
-        if not _is_of_profile(results, prefix, run.read("layer_profile.json")):
-            found["evaluation"] = None
-            found["split"] = None
 
     return found
 

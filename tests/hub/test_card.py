@@ -462,6 +462,23 @@ def test_a_verdict_that_is_measured_anew_says_whether_its_rows_chose_the_checkpo
     assert (ALSO_SELECTED in collect(tmp_path)["verdict"]["text"]) == chose
 
 
+def test_metrics_of_other_rows_than_those_of_the_profile_do_not_hide_metrics_of_these(tmp_path):
+    trainer = trained(tmp_path, save_strategy="no")
+    profile = trainer.evaluate_layers(classification_data(8, seed=9))
+    RunFolder(tmp_path).write({"layer_profile": profile})
+    last = f"layer_loss_{len(profile.losses)}"
+    same = {"eval_accuracy": 0.25, f"eval_{last}": float(profile.losses[-1])}
+    other = {"test_accuracy": 0.75, f"test_{last}": 2 * float(profile.losses[-1])}
+    for prefix, metrics in (("eval", same), ("test", other)):
+        (tmp_path / f"{prefix}_results.json").write_text(json.dumps(metrics))
+    card = collect(tmp_path)
+    assert (card["split"], card["evaluation"]["eval_accuracy"]) == ("validation", 0.25)
+
+    (tmp_path / "eval_results.json").unlink()
+    card = collect(tmp_path)
+    assert card["split"] is None and card["evaluation"] is None
+
+
 def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):
     def entries():
         return parse_eval_result_entries(

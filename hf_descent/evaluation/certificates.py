@@ -106,13 +106,16 @@ class Certificate(Result):
         """Whether all rows are met, in a word: "met", "not met" or "not shown"."""
         if self.feasible:
             return MET
-        return NOT_MET if NOT_MET in self.verdicts else NOT_SHOWN
+        if NOT_MET in self.verdicts:
+            return NOT_MET
+        return NOT_SHOWN
 
     @property
     def headline(self) -> str:
         """The verdict in one line."""
-        share = None if self.price is None else self.price.share
-        price = "unknown" if share is None else percent(share)
+        price = "unknown"
+        if self.price is not None and self.price.share is not None:
+            price = percent(self.price.share)
         return f"VERDICT: {self.outcome.upper()}, price {price}"
 
     def with_plain(self, plain: "float | Result") -> "Certificate":
@@ -250,7 +253,9 @@ def certify(
 
 def _last_loss(plain: "float | Result") -> float:
     """f_L of a plain run, given as a number or as its profile."""
-    return float(plain.losses[-1]) if isinstance(plain, Result) else float(plain)
+    if isinstance(plain, Result):
+        return float(plain.losses[-1])
+    return float(plain)
 
 
 def _on_cpu(problem: DescentProblem, chance: float | None) -> DescentProblem:

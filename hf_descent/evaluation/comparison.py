@@ -75,8 +75,9 @@ class Run:
     @property
     def objective(self) -> type[Objective] | None:
         """The class of the training's objective; `None` where it is not recorded."""
-        name = self.summary.get("objective")
-        return None if name is None else objective_class(name)
+        if "objective" not in self.summary:
+            return None
+        return objective_class(self.summary["objective"])
 
     @property
     def was_trained_plainly(self) -> bool:
@@ -149,7 +150,9 @@ class Difference:
             return "open"
         if abs(self.estimate) <= self.radius:
             return "not significant"
-        return "better" if (self.estimate > 0) == self.greater_is_better else "worse"
+        if (self.estimate > 0) == self.greater_is_better:
+            return "better"
+        return "worse"
 
     def __str__(self) -> str:
         names = f"{self.group} against {self.baseline}"
@@ -162,7 +165,9 @@ class Difference:
             figure += f"{self.data_radius:.2g}, over the choice of the data alone. Train at least two seeds of each"
             return f"{names}: open at {level} ({figure})."
 
-        how = "paired by seed" if self.paired else "seeds not paired"
+        how = "seeds not paired"
+        if self.paired:
+            how = "paired by seed"
         figure += f"{self.radius:.2g}, p = {self.p_value:.2g}, {how}"
         verdict = f"{self.group} is {self.verdict}, statistically significant"
         if self.verdict == "not significant":
@@ -282,7 +287,9 @@ def _tests(before: np.ndarray, after: np.ndarray, is_paired: bool) -> list[_Test
     of_rows = after.mean(axis=0) - before.mean(axis=0)
     of_data = float(of_rows.var(ddof=1) / count)
     tests = [_Test(of_data, count - 1)]
-    tables = [after - before] if is_paired else [before, after]
+    tables = [before, after]
+    if is_paired:
+        tables = [after - before]
     if min(map(len, tables)) < 2:
         return tests
 
@@ -377,8 +384,9 @@ def _feasible_runs(runs: Sequence[Run], counts: tuple[int, int] | None) -> str:
     """How many runs are feasible, of how many that were judged."""
     if counts is not None:
         return f"{counts[0]} of {counts[1]}"
-    is_old = any(run.is_of_0_1 for run in runs)
-    return "of 0.1: not judged" if is_old else ""
+    if any(run.is_of_0_1 for run in runs):
+        return "of 0.1: not judged"
+    return ""
 
 
 def _mean_and_deviation(values: Sequence[float | None]) -> tuple[float, float]:

@@ -66,7 +66,9 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
     axes = figure.subplots()
     for place, (name, runs) in enumerate(groups.items()):
         curve = runs[0].curve
-        error = curve.radius("mean") if len(runs) == 1 else 0.0
+        error = 0.0
+        if len(runs) == 1:
+            error = curve.radius("mean")
         metrics = [run.curve.mean for run in runs]
         _line(axes, curve.gammas, metrics, error, place, label=name, shift=_shift(place, groups))
 
@@ -101,7 +103,10 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
         for place, (name, runs) in enumerate(groups.items()):
             profiles = [run.profiles[gamma] for run in runs]
             losses = [profile.losses for profile in profiles]
-            error = profiles[0].loss_radii if len(runs) == 1 else 0.0
+            error = 0.0
+            if len(runs) == 1:
+                error = profiles[0].loss_radii
+
             layers = np.arange(1, len(losses[0]) + 1)
             _line(axes, layers, losses, error, place, label=name, shift=_shift(place, groups))
             if runs[0].was_constrained and profiles[0].problem is not None:
@@ -184,8 +189,12 @@ def pixels(figure: Figure) -> np.ndarray:
 
 
 def _title(gamma: float, trained: Collection[float]) -> str:
-    title = f"noise level {gamma:g}" if gamma else "without noise"
-    return f"{title} (training level)" if gamma in trained else title
+    title = "without noise"
+    if gamma:
+        title = f"noise level {gamma:g}"
+    if gamma in trained:
+        title += " (training level)"
+    return title
 
 
 def _style(place: int) -> dict[str, Any]:

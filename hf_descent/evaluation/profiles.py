@@ -250,6 +250,7 @@ def layer_profiles(
                     )
                 by_level.append(np.stack(measured.scores, axis=1))  # [rows, layers, 2]
                 rows[level] = rows[level].plus(measured.rows, measured.is_split)
+
             items += int(measured.items)
             metric_rows.add(index, np.stack(by_level, axis=1))  # [rows, levels, layers, 2]
             fingerprint.add(index, evaluation.fingerprint(inputs))
@@ -258,6 +259,7 @@ def layer_profiles(
     items = sum(of_all_processes([items], evaluation.accelerator))
     if not items:
         raise no_labels()
+
     data = fingerprint.text()
     is_shared = evaluation.accelerator is not None
     metric = name_of(evaluation.metric)
@@ -267,6 +269,7 @@ def layer_profiles(
         if labels is not None:
             variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
             labels = replace(labels, noise_variance=variance)
+
         gathered = rows[level].gathered(is_shared, list(readings.values()))
         row_sums = gathered.sums
         profiles.append(

@@ -75,9 +75,10 @@ class Run:
     @property
     def objective(self) -> type[Objective] | None:
         """The class of the training's objective; `None` where it is not recorded."""
-        if "objective" not in self.summary:
+        name = self.summary.get("objective")
+        if name is None:
             return None
-        return objective_class(self.summary["objective"])
+        return objective_class(name)
 
     @property
     def was_trained_plainly(self) -> bool:

@@ -20,6 +20,7 @@ from .runs import RunFolder
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 from .training import data_checks
+from .training.evaluation import without_persistent_workers
 
 
 logger = logging.get_logger(__name__)
@@ -142,9 +143,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         filled = self._filled(dataset)
-        if filled is not dataset:
-            eval_dataset = filled
-        return super().get_eval_dataloader(eval_dataset)
+        if filled is dataset:
+            return super().get_eval_dataloader(eval_dataset)
+        with without_persistent_workers(self.args):
+            return super().get_eval_dataloader(filled)
 
     def get_test_dataloader(self, test_dataset):
         if self.padding_free:

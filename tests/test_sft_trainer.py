@@ -255,6 +255,16 @@ def test_rows_that_fill_the_last_batch_count_in_no_metric(tmp_path, monkeypatch)
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
+def test_filled_sets_keep_their_own_rows_with_persistent_workers(tmp_path, monkeypatch):
+    workers = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    ours = make(SFTDescentTrainer, tmp_path, **CONSTRAINED, **workers)
+    ours.eval_dataset = {"a": ours.eval_dataset, "b": ours.eval_dataset.select(range(3))}
+    # As on several processes.
+    monkeypatch.setattr(ours, "_filled", lambda rows: rows.select(range(len(rows))))
+    for name, rows in ours.eval_dataset.items():
+        assert len(ours.get_eval_dataloader(name).dataset) == len(rows)
+
+
 def test_compute_metrics_gets_the_stock_logits(tmp_path):
     def keep(prediction):
         seen.append(prediction.predictions)

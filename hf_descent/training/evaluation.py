@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import find_batch_size, slice_tensors
 from torch import nn
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ..constraints.problem import largest_rise
@@ -71,6 +71,18 @@ def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
         config = getattr(model, "config", None)
         keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"])
     return [*keys, "hidden_states", "encoder_hidden_states", "decoder_hidden_states"]
+
+
+@contextmanager
+def without_persistent_workers(args: TrainingArguments) -> Iterator[None]:
+    """Within it, Trainer makes a new data loader: with persistent workers, it takes that of the first data set without
+    a name for all others."""
+    are_persistent = args.dataloader_persistent_workers
+    args.dataloader_persistent_workers = False
+    try:
+        yield
+    finally:
+        args.dataloader_persistent_workers = are_persistent
 
 
 # Of an earlier reading of the last layer, by the number of a process's batch [rows, 2]: losses over items, and items.

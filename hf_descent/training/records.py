@@ -35,11 +35,12 @@ def evaluation_sets(eval_dataset) -> dict[str, Any]:
 
 def name_of_set(eval_dataset, dataset) -> str | None:
     """The name of the set of a trainer's `eval_dataset` that `evaluate(dataset)` would take; `None` for other data."""
+    sets = evaluation_sets(eval_dataset)
+    if isinstance(dataset, str) and dataset in sets:
+        return dataset  # several names may stand for one data set
     if dataset is None:
         dataset = eval_dataset
-    if isinstance(dataset, str) and isinstance(eval_dataset, dict):
-        dataset = eval_dataset.get(dataset)
-    for name, rows in evaluation_sets(eval_dataset).items():
+    for name, rows in sets.items():
         if rows is dataset:
             return name
     return None

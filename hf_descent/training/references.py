@@ -22,7 +22,13 @@ from ..files import atomic_write
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import unwrapped
 from .chance import drawing_apart
-from .evaluation import Reading, is_labelled, rows_counted_once, without_repeats
+from .evaluation import (
+    Reading,
+    is_labelled,
+    rows_counted_once,
+    without_persistent_workers,
+    without_repeats,
+)
 from .holdout import reshard
 from .records import evaluation_sets
 
@@ -143,7 +149,8 @@ def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
     model = trainer.model_wrapped
     reading = {}
     with drawing_apart(trainer, unwrapped(model)), trainer.compute_loss_context_manager():
-        loader = trainer.get_eval_dataloader(rows)
+        with without_persistent_workers(trainer.args):
+            loader = trainer.get_eval_dataloader(rows)
         stride = max(math.ceil(len(loader) * trainer.args.eval_batch_size / MOST_ROWS), 1)
         for number, inputs in enumerate(loader):
             own_rows = rows_counted_once(trainer, inputs)

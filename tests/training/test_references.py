@@ -27,7 +27,7 @@ def make(folder, model=None, **settings):
     )
 
 
-def stock_loss(folder, model):
+def stock_loss(folder, model, rows=HELD_OUT):
     args = TrainingArguments(
         str(folder),
         report_to="none",
@@ -35,7 +35,7 @@ def stock_loss(folder, model):
         per_device_eval_batch_size=64,
         disable_tqdm=True,
     )
-    return Trainer(model, args, eval_dataset=HELD_OUT).evaluate()["eval_loss"]
+    return Trainer(model, args, eval_dataset=rows).evaluate()["eval_loss"]
 
 
 def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
@@ -146,6 +146,40 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
     assert trainer._run.record.certificate.price.references[START] == pytest.approx(
         expected, rel=1e-5
     )
+
+
+class LabelsOf(DescentTrainer):
+    """Keeps the labels of the last evaluation."""
+
+    def evaluation_loop(self, dataloader, *args, **kwargs):
+        self.evaluated = [row.item() for batch in dataloader for row in batch["labels"]]
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_persistent_workers_read_the_rows_of_each_set(tmp_path, several):
+    sets = {name: classification_data(8, seed=seed) for seed, name in enumerate("ab")}
+    trainer = LabelsOf(
+        bert(),
+        config(
+            tmp_path, max_steps=1, dataloader_num_workers=1, dataloader_persistent_workers=True,
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=DATA,
+        eval_dataset=sets if several else sets["a"],
+    )  # fmt: skip
+    trainer.train()
+    losses = {
+        name: readings[0][0][:, 0].mean().item()
+        for name, readings in trainer._run.references._readings[START].items()
+    }
+    read = sets.values() if several else [sets["a"]]
+    assert list(losses.values()) == pytest.approx(
+        [stock_loss(tmp_path, bert(), rows) for rows in read]
+    )
+
+    trainer.evaluate(HELD_OUT)
+    assert trainer.evaluated == [row["labels"] for row in HELD_OUT]
 
 
 def test_plain_training_has_no_price(tmp_path):

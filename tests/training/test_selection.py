@@ -149,9 +149,10 @@ def test_a_checkpoint_that_was_not_evaluated_has_no_verdict_of_an_earlier_step(t
     assert found == [False, True, False, True]
 
 
-@pytest.mark.parametrize("chosen", ["a", "a_b", "b"])
+@pytest.mark.parametrize("chosen", ["a", "a_b", "b", "same_as_a"])
 def test_the_verdict_is_on_the_evaluation_set_that_chooses_the_model(tmp_path, chosen):
     sets = {name: classification_data(40, seed=seed) for seed, name in enumerate(("a", "a_b", "b"))}
+    sets["same_as_a"] = sets["a"]
     args = config(
         tmp_path, max_steps=4, load_best_model_at_end=True, metric_for_best_model=f"{chosen}_loss",
         **STEPS,

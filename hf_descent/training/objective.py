@@ -105,8 +105,11 @@ class LayerObjective:
         return self._summed(sum(self._count(batch).to(self.dual.device) for batch in batches))
 
     def step(self, skipped: bool = False) -> None:
-        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, unless that
-        was `skipped`: a gradient scaler's `get_scale()` fell. Of fused optimizers accelerate's flag does not tell."""
+        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step.
+
+        The losses do not count where that was `skipped`: a gradient scaler's `get_scale()` fell. Of fused optimizers
+        accelerate's flag does not tell.
+        """
         sums = self.totals.sums
         if sums is None:  # this process has read nothing
             sums = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)
@@ -114,8 +117,11 @@ class LayerObjective:
         # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
         totals = self._summed(sums)  # [layers + 1]
 
-        if not skipped:
-            self.dual.take_step(totals, self.global_step, self.layers)
+        if skipped:
+            # Warm-up may end with this step, or held-out rows be read, as with any other.
+            totals = torch.zeros_like(totals)
+
+        self.dual.take_step(totals, self.global_step, self.layers)
         self.begin(self.global_step + 1)
 
     def logs(self) -> dict[str, float]:

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,12 @@ from tiny import (
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_descent import DescentTrainer
+from hf_descent.configs import DescentArguments
 from hf_descent.constraints.state import DualState
 from hf_descent.readout.replay import Readout
 from hf_descent.runs import RunFolder
+from hf_descent.training.objective import LayerObjective
+from hf_descent.training.records import StepTotals
 
 
 DATA = classification_data()
@@ -77,6 +81,32 @@ def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
     trainer.train()
     values = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
     assert trainer.multipliers.steps.item() == 4 and len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("reads_held_out", [False, True])
+def test_a_skipped_step_ends_the_warm_up_and_reads_held_out_rows(reads_held_out):
+    """As the first steps of a float16 scaler; the losses of a skipped step do not count."""
+    turns = []
+
+    def read(layers, turn):
+        turns.append(turn)
+        return torch.tensor([0.6, 0.4, 0.2])
+
+    held_out = SimpleNamespace(count=200, layer_losses=read) if reads_held_out else None
+    args = DescentArguments(dual_warmup_steps=80, initial_loss_bound=0.7)
+    dual = DualState(args, 3, 200, 0, 0.69, held_out=held_out)
+    objective = LayerObjective(SimpleNamespace(num_layers=3), dual)
+
+    for step in range(100):
+        skips = step in (79, 96)
+        losses = [9.0, 9.0, 9.0, 1.0] if skips else [0.6, 0.4, 0.2, 1.0]
+        objective.begin(step, StepTotals(sums=torch.tensor(losses)))
+        objective.step(skipped=skips)
+
+    assert dual.warmup_losses.tolist() == pytest.approx([0.6, 0.4, 0.2])
+    assert dual.mean_losses.tolist() == pytest.approx([0.6, 0.4, 0.2])
+    assert turns == (list(range(13)) if reads_held_out else [])
+    assert dual.multipliers.steps.item() == (24 if reads_held_out else 19)
 
 
 def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog, monkeypatch):

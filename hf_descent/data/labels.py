@@ -373,11 +373,16 @@ def warn_of_counting_from_1(numbers: Collection[int], classes: Sequence[str], so
 
 
 def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
-    """Shows the classes and their counts, so that two spellings of one class catch the eye."""
+    """Shows the classes and their counts, so that two spellings of one class catch the eye. Of many classes the rarest
+    come first: a misspelling is rare."""
     counts = Counter(names)
+    order = ""
+    if len(classes) > MOST_CLASSES_NAMED:
+        classes = sorted(classes, key=lambda name: counts[name])
+        order = ", the rarest first"
     report = listed(classes, lambda name: f"{_spelled(name)}: {counts[name]}")
     logger.warning(
-        f"The {len(names)} labelled training rows have {len(classes)} classes: {report}."
+        f"The {len(names)} labelled training rows have {len(classes)} classes{order}: {report}."
     )
 
 

@@ -281,9 +281,18 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
     assert "'caf\u00e9': 1" in report.message and r"'cafe\u0301': 1" in report.message
 
 
+def test_a_rare_spelling_is_named_among_many_classes(tmp_path, caplog):
+    names = [f"k{number:02}" for number in range(30)]
+    load(write(tmp_path / "train.csv", [*names, *names, "n/a"]))
+    assert "61 labelled training rows have 31 classes, the rarest first: 'n/a': 1, " in caplog.text
+
+
 def test_many_classes_are_listed_in_short(tmp_path, caplog):
     load(write(tmp_path / "rows.csv", [*range(25), 24]))
-    assert "26 labelled training rows have 25 classes: '0': 1, '1': 1, " in caplog.text
+    assert (
+        "26 labelled training rows have 25 classes, the rarest first: '0': 1, '1': 1, "
+        in caplog.text
+    )
     assert "'19': 1 and 5 more." in caplog.text and "'20'" not in caplog.text
 
 

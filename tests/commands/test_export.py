@@ -187,7 +187,7 @@ def test_a_classifier_is_cut_and_drafts_nothing(tmp_path, capsys):
 def test_what_cannot_be_written_is_refused(language_model, tmp_path):
     with pytest.raises(ValueError, match="`output_dir` .* is not empty; name another"):
         export(language_model, 2, language_model)
-    with pytest.raises(ValueError, match=r"`num_layers` is 5; LlamaForCausalLM has 1\.\.4"):
+    with pytest.raises(ValueError, match="`num_layers` is 5; LlamaForCausalLM has layers 1 to 4"):
         export(language_model, 5, tmp_path / "short")
     assert not (tmp_path / "short").exists()
 

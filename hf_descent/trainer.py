@@ -45,6 +45,7 @@ from .training.records import (
     StepTotals,
     counted_step,
     name_of_set,
+    rows_of,
     set_of_metric,
 )
 from .training.run import DescentRun
@@ -373,7 +374,7 @@ class DescentMixin:
             return super().predict(test_dataset, *args, **kwargs)
 
     def _evaluation_of(self, dataset, plain_loss: float | None = None) -> Evaluation:
-        rows = self.eval_dataset if dataset is None else dataset
+        rows = rows_of(self.eval_dataset, dataset)
         name = name_of_set(self.eval_dataset, dataset)
 
         keeps_verdict = True
@@ -382,7 +383,7 @@ class DescentMixin:
             keeps_verdict = chosen is None or name in (None, chosen)
 
         return Evaluation(
-            set_name=name,
+            rows=rows,
             overlaps_training=self._overlaps_training(dataset),
             in_training_loop=self.is_in_train,
             plain_loss=plain_loss,
@@ -400,13 +401,13 @@ class DescentMixin:
 
     def _plain_loss_on(self, dataset) -> float | None:
         """f_L of a plain run beside this one on the data of an evaluation, which is looked for once."""
-        name = name_of_set(self.eval_dataset, dataset)
+        rows = rows_of(self.eval_dataset, dataset)
         known = self._run.record.plain_losses
-        if name in known:
-            return known[name]
+        if id(rows) in known:
+            return known[id(rows)][1]
         loss = plain_loss_on(self, dataset, self._held_out, self._run.has_started, self._readout)
-        if name is not None:
-            known[name] = loss
+        if name_of_set(self.eval_dataset, dataset) is not None:
+            known[id(rows)] = (rows, loss)
         return loss
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
@@ -432,7 +433,7 @@ class DescentMixin:
         if run.judge is None:
             return
 
-        readings = self._last_layer_readings(run.evaluation.set_name)
+        readings = self._last_layer_readings(run.evaluation.rows)
         of_other_data = earlier_last_layer(self, run.references, run.has_started)
         rows = evaluation.gathered(self.accelerator, run.totals, readings, of_other_data)
         additions, certificate = evaluation.layer_metrics(
@@ -450,11 +451,9 @@ class DescentMixin:
             data = "evaluation" if prefix == "eval" else prefix
             logger.info(f"Verdict on the {data} data:\n{certificate}")
 
-    def _last_layer_readings(self, set_name: str | None) -> dict[str, evaluation.Reading]:
+    def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
         """By the time, what this process has read of the last layer on an evaluation set."""
-        return self._run.references.of_process(
-            set_name, self.args.process_index, self.args.world_size
-        )
+        return self._run.references.of_process(rows, self.args.process_index, self.args.world_size)
 
     def _last_certificate(self):
         return self._run.certificate
@@ -563,8 +562,8 @@ class DescentMixin:
         if has_noise:
             settings["sigma"] = self.noise_sigma(model)
         elif self.args.world_size == 1:
-            name = name_of_set(self.eval_dataset, eval_dataset)
-            settings["readings"] = self._last_layer_readings(name)
+            known = rows_of(self.eval_dataset, eval_dataset)
+            settings["readings"] = self._last_layer_readings(known)
         settings.update(kwargs)
         rows = self._held_out(eval_dataset)
         profile = layer_profile(model, rows, **settings)
@@ -615,9 +614,9 @@ class DescentMixin:
         of `train` and [`evaluate_layers`].
         """
         arms = train_both(self, resume_from_checkpoint, eval_dataset, settings)
-        name = name_of_set(self.eval_dataset, eval_dataset)
-        if name is not None and not arms.plain.gamma:  # `evaluate` is without noise
-            self._run.record.plain_losses[name] = float(arms.plain.losses[-1])
+        rows = rows_of(self.eval_dataset, eval_dataset)
+        if not arms.plain.gamma:  # `evaluate` is without noise
+            self._run.record.plain_losses[id(rows)] = (rows, float(arms.plain.losses[-1]))
         return arms
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
@@ -634,7 +633,7 @@ class DescentMixin:
         searched = "searched" in self.command
         if self._run.record.searched:
             searched = True
-        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched))
+        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched), self.eval_dataset)
 
         preparation.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)

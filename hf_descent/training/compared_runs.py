@@ -16,6 +16,7 @@ from .chance import drawing_apart
 from .checkpoints import on_first_process
 from .evaluation import settings as evaluation_settings
 from .preparation import loaded_from
+from .records import rows_of
 from .references import LastLayerReferences, references_of
 
 
@@ -63,11 +64,7 @@ def plain_loss_on(
 ) -> float | None:
     """f_L of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
     measured on these very rows. The rows are read once, without the model: those of `held_out(dataset)`."""
-    rows = dataset
-    if rows is None:
-        rows = trainer.eval_dataset
-    if isinstance(rows, str) and isinstance(trainer.eval_dataset, dict):
-        rows = trainer.eval_dataset.get(rows)
+    rows = rows_of(trainer.eval_dataset, dataset)
     is_one_set = rows is not None and not isinstance(rows, dict)
     if not is_one_set or not has_length(rows):
         return None

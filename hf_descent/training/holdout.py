@@ -17,7 +17,7 @@ from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
 from .chance import drawing_apart
 from .overlap import share_rows
-from .records import evaluation_sets, reduced
+from .records import evaluation_sets, reduced, rows_of
 
 
 logger = get_logger(__name__)
@@ -55,11 +55,8 @@ def rows_known_to_training(
 
 def overlaps_training(trainer: Trainer, dataset, known: list) -> bool:
     """Whether an evaluation of `dataset`, as `evaluate` takes it, is known to be on rows of the data sets `known`."""
-    if dataset is None:
-        dataset = trainer.eval_dataset
-    elif isinstance(dataset, str):
-        dataset = trainer.eval_dataset[dataset]
-    return any(share_rows(dataset, other) for other in known)
+    rows = rows_of(trainer.eval_dataset, dataset)
+    return any(share_rows(rows, other) for other in known)
 
 
 def shuffled(rows, args: DescentArguments) -> Subset:

@@ -38,12 +38,20 @@ def name_of_set(eval_dataset, dataset) -> str | None:
     sets = evaluation_sets(eval_dataset)
     if isinstance(dataset, str) and dataset in sets:
         return dataset  # several names may stand for one data set
-    if dataset is None:
-        dataset = eval_dataset
-    for name, rows in sets.items():
-        if rows is dataset:
+    rows = rows_of(eval_dataset, dataset)
+    for name, known in sets.items():
+        if known is rows:
             return name
     return None
+
+
+def rows_of(eval_dataset, dataset) -> Any:
+    """The data set that `evaluate(dataset)` takes, with a trainer's `eval_dataset`; of several sets the dict."""
+    if dataset is None:
+        return eval_dataset
+    if isinstance(dataset, str) and isinstance(eval_dataset, dict):
+        return eval_dataset.get(dataset)
+    return dataset
 
 
 def set_of_metric(eval_dataset, metric: str | None) -> str | None:
@@ -136,7 +144,7 @@ class EvaluationTotals:
 class Evaluation:
     """What one call of `evaluate` or `predict` is on."""
 
-    set_name: str | None = None  # of the evaluation set; `None` for other data
+    rows: Any = None  # the data set; of several sets the dict
     # Whether training was fitted to some of the rows, or chooses its checkpoint by them.
     overlaps_training: bool = False
     in_training_loop: bool = False  # whether `eval_strategy` asks for it
@@ -157,8 +165,9 @@ class RunRecord:
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
     certificate: Certificate | None = None  # the verdict on the model
     judged_step: int | None = None  # the optimizer step after which that was measured
-    # f_L of plain training beside this, by the names of evaluation sets; `None` where there is none.
-    plain_losses: dict[str, float | None] = field(default_factory=dict)
+    # By the `id` of an evaluation set the set, so that its `id` stays its own, and f_L of plain training beside this;
+    # `None` where there is none.
+    plain_losses: dict[int, tuple[Any, float | None]] = field(default_factory=dict)
     # What was measured last, beside `certificate`, by the names of the files.
     measured: dict[str, Result] = field(default_factory=dict)
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))

@@ -40,10 +40,14 @@ FILE = "last_layer_losses.safetensors"
 class LastLayerReferences:
     """What was read so far: by the time, by the evaluation set, and of each process."""
 
-    def __init__(self, readings: dict[str, dict[str, list[Reading]]] | None = None):
+    def __init__(
+        self, readings: dict[str, dict[str, list[Reading]]] | None = None, eval_dataset: Any = None
+    ):
         if readings is None:
             readings = {}
         self._readings = readings
+        # By the time and by the name, the data set: a trainer may get another one of the same name.
+        self._rows = dict.fromkeys(readings, evaluation_sets(eval_dataset))
 
     def times(self) -> list[str]:
         """When the last layer was read."""
@@ -52,7 +56,8 @@ class LastLayerReferences:
     def read(self, trainer: Trainer, layers: LayerLosses, time: str) -> None:
         """Read the last layer of the model as it is now; every process calls it. Streams are left out."""
         by_set = {}
-        for name, rows in evaluation_sets(trainer.eval_dataset).items():
+        sets = evaluation_sets(trainer.eval_dataset)
+        for name, rows in sets.items():
             if not has_length(rows):
                 continue
             reading = _last_layer(trainer, layers, rows)
@@ -61,15 +66,17 @@ class LastLayerReferences:
                 readings = gather_object(readings)
             by_set[name] = readings
         self._readings[time] = by_set
+        self._rows[time] = sets
 
-    def of_process(self, name: str | None, process: int, processes: int) -> dict[str, Reading]:
-        """By the time, the readings of the set `name` by a process; none where it was not read by as many
+    def of_process(self, rows: Any, process: int, processes: int) -> dict[str, Reading]:
+        """By the time, the readings of the data set `rows` by a process; none where it was not read by as many
         `processes`."""
         by_time = {}
         for time, sets in self._readings.items():
-            readings = sets.get(name, [])
-            if len(readings) == processes:
-                by_time[time] = readings[process]
+            for name, readings in sets.items():
+                is_of_rows = self._rows[time].get(name) is rows
+                if is_of_rows and len(readings) == processes:
+                    by_time[time] = readings[process]
         return by_time
 
     def of_other_data(self) -> list[Reference]:
@@ -105,8 +112,9 @@ class LastLayerReferences:
                 file.write(save(tensors, metadata={"names": json.dumps(names)}))
 
     @classmethod
-    def load(cls, folder: str) -> "LastLayerReferences":
-        """What a checkpoint holds; nothing where it is older than this file."""
+    def load(cls, folder: str, eval_dataset: Any) -> "LastLayerReferences":
+        """What a checkpoint holds, of the sets of a trainer's `eval_dataset` by their names; nothing where it is older
+        than this file."""
         by_time = {}
         path = os.path.join(folder, FILE)
         if not os.path.isfile(path):
@@ -119,7 +127,7 @@ class LastLayerReferences:
                 while len(readings) <= process:
                     readings.append({})
                 readings[process][number] = file.get_tensor(f"{index}")
-        return cls(by_time)
+        return cls(by_time, eval_dataset)
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """In plain values, by the time: f_L and the upper end of its interval."""

@@ -46,14 +46,14 @@ class DescentRun:
         certificate ([`Certificate`], *optional*): that of the last evaluation, on whatever set.
     """
 
-    def __init__(self, record: RunRecord | None = None):
+    def __init__(self, record: RunRecord | None = None, eval_dataset: Any = None):
         if record is None:
             record = RunRecord()
 
         self.record = record
         self.references = LastLayerReferences()
         if record.resumed_from is not None:
-            self.references = LastLayerReferences.load(record.resumed_from)
+            self.references = LastLayerReferences.load(record.resumed_from, eval_dataset)
             self.record.load(record.resumed_from)
 
         self.task: TaskLoss | None = None

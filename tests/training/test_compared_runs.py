@@ -70,6 +70,27 @@ def test_both_evaluations_find_the_plain_run_of_the_same_rows(run, tmp_path, set
     assert price_line(elsewhere.evaluate_layers(TEST).certificate()) == expected
 
 
+def test_a_set_in_the_place_of_another_has_none_of_its_numbers(tmp_path):
+    trainer = make(tmp_path, bert())
+    trainer.train_with_plain()
+    before = trainer.evaluate()
+
+    trainer.eval_dataset = OTHER  # of as many rows
+    for price in (
+        verdict_of_evaluate(trainer).price,
+        trainer.evaluate_layers().certificate().price,
+    ):
+        expected = verdict_of_evaluate(trainer, list(OTHER)).price
+        assert price.loss == pytest.approx(expected.loss) and price.loss != before["eval_loss"]
+        assert price.plain is None
+        assert price.references == pytest.approx(expected.references)
+
+    references = trainer.evaluate_layers().references
+    assert references and all(
+        each.rows is None for each in references
+    )  # in pairs only of the same rows
+
+
 def test_a_plain_run_says_nothing_of_other_rows(run):
     trainer = later(run[0])
     for verdict in (

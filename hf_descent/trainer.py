@@ -188,6 +188,8 @@ class DescentMixin:
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         start = time.perf_counter()
+        if self._reads_layers:
+            epoch_iterator = map(self._checked, epoch_iterator)
         epoch_iterator = self._inspect_first(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
 
@@ -220,12 +222,15 @@ class DescentMixin:
             )
         self._log_tokens(inputs, losses.outputs, losses.tokens)
 
-        # A part of the sum over the whole step, of which DDP would take the mean over processes.
-        loss = losses.objective * self.args.world_size
-        # Labels that come with `_prepare_inputs` were not counted: each micro-batch is then a mean.
-        is_scaled = self._run.step.items is not None
-        loss = scaled_for_accumulation(self, loss, is_scaled, num_items_in_batch)
+        loss = self._scaled(losses.objective, num_items_in_batch)
         return (loss, losses.outputs) if return_outputs else loss
+
+    def _scaled(self, loss, num_items_in_batch):
+        """The part of a micro-batch in the sum over the whole step, or the mean where no items were counted."""
+        is_part = self._run.step.items is not None
+        if is_part:
+            loss = loss * self.args.world_size  # DDP takes the mean over processes
+        return scaled_for_accumulation(self, loss, is_part, num_items_in_batch)
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """f_L of a batch; the losses of all layers are added to those of the evaluation."""
@@ -265,10 +270,9 @@ class DescentMixin:
             return super().compute_loss(model, inputs, return_outputs)
 
         with self._noise_of_micro_batch():
-            share = self._run.step.share(self._run.task.count(inputs)) * self.args.world_size
+            share = self._run.step.share(self._run.task.count(inputs))
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-        loss = torch.where(share > 0, loss, 0.0) * share
-        loss = scaled_for_accumulation(self, loss, True, num_items_in_batch)
+        loss = self._scaled(torch.where(share > 0, loss, 0.0) * share, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
@@ -305,6 +309,12 @@ class DescentMixin:
 
     def _log_tokens(self, inputs, outputs, tokens) -> None:
         """For a subclass that logs statistics of the last layer's tokens."""
+
+    def _checked(self, batch):
+        """A training batch with labels, as the data loader gives it; ValueError for one without."""
+        if not self._is_labelled(batch):
+            raise checks.without_labels(self.label_names, self.model, batch)
+        return batch
 
     # ---- what is found out once: before the first step, and at the start of an evaluation ----
 

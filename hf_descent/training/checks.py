@@ -189,7 +189,8 @@ def without_labels(
     return ValueError(
         f"A training batch has no tensor of labels (looked for {wanted}; found {', '.join(inputs)}); every layer's "
         f"loss needs it. Columns of text, and those that {type(inner_model(model)).__name__} does not take, were "
-        "dropped: give labels as numbers, to a model with a head (`AutoModelFor...`)."
+        "dropped: give labels as numbers, to a model with a head (`AutoModelFor...`). Labels that `_prepare_inputs` "
+        "or `compute_loss` adds come too late to be counted: add them in the collator."
     )
 
 

@@ -58,10 +58,11 @@ class LayerObjective:
         self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False
     ) -> MicroBatchLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
-        share = self.totals.share(self._count(batch))
+        count = self._count(batch)
+        share = self.totals.share(count)
         items = self.totals.items
         if items is None:
-            items = share.new_ones(())
+            items = count
 
         losses = self.layers.training_losses(
             model,
@@ -90,11 +91,7 @@ class LayerObjective:
                 "The objective was made for another model, or another head of it: make a new one."
             )
 
-        step_items = items
-        if items is None:
-            step_items = self._count(batch)
-        self.totals = replace(self.totals, items=step_items)
-
+        self.totals = replace(self.totals, items=items)
         objective = self.layer_losses(model, batch).objective
         if items is None:
             return objective

@@ -81,15 +81,12 @@ class StepTotals:
     sums: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # that were read so far
-    # Whether the step is one micro-batch of one process: a share is then of the batch's own items, since labels may
-    # change after they were counted.
-    is_whole: bool = False
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
-        """The share that a micro-batch of `count` items has in those of the step, a scalar tensor."""
+        """The share that a micro-batch of `count` items has in those of the step, or in its own, a scalar tensor."""
         count = count.float()
         items = count
-        if self.items is not None and not self.is_whole:
+        if self.items is not None:
             items = self.items
         return count / items.clamp(min=1)
 
@@ -106,17 +103,20 @@ class StepTotals:
 def counted_step(
     accelerator: Accelerator, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
 ) -> StepTotals:
-    """The totals of a step before its first micro-batch, with the items of all of them."""
-    counts = []
-    if task is not None:
-        counts = [task.count(batch) for batch in batches]
-    counts = [count.to(accelerator.device) for count in counts if count is not None]
-
-    if not counts:
+    """The totals of a step before its first micro-batch, with the items of all of them where they are needed."""
+    if task is None:
         return StepTotals()
+    if len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items:
+        return StepTotals()  # of its own items: `_prepare_inputs` may mask labels
 
-    is_whole = len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items
-    return StepTotals(reduced(accelerator, sum(counts)), is_whole=is_whole)
+    counts = [task.count(batch) for batch in batches]
+    counts = [count.to(accelerator.device) for count in counts if count is not None]
+    if counts:
+        return StepTotals(reduced(accelerator, sum(counts)))
+
+    # The processes that have labels wait for the count of this one.
+    reduced(accelerator, torch.zeros((), dtype=torch.int64, device=accelerator.device))
+    return StepTotals()
 
 
 @dataclass(frozen=True)

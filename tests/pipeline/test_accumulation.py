@@ -13,7 +13,7 @@ from tiny import (
     llama,
     naive_layer_losses,
 )
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 
 from hf_descent import DescentTrainer
 from hf_descent.runs import RunFolder
@@ -105,6 +105,78 @@ def test_labels_that_are_masked_at_random_on_the_device_train_as_by_trainer(tmp_
         norms.append([log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log])
 
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+class LateLabels:
+    """Labels that Trainer does not see when it counts."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = dict(super()._prepare_inputs(inputs))
+        if "answers" in inputs:
+            inputs["labels"] = inputs.pop("answers")
+        return inputs
+
+
+def with_answers(rows):
+    batch = dict(default_data_collator(rows))
+    batch["answers"] = batch.pop("labels")
+    return batch
+
+
+def with_some_answers(rows):
+    """The first of two micro-batches has its labels."""
+    if rows[0]["input_ids"][0] == language_data()[0]["input_ids"][0]:
+        return default_data_collator(rows)
+    return with_answers(rows)
+
+
+@pytest.mark.parametrize(
+    ("collate", "bound"), [(with_answers, "auto"), (with_answers, 5.0), (with_some_answers, 5.0)]
+)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_labels_that_come_too_late_to_be_counted_are_refused(
+    tmp_path, collate, bound, accumulation
+):
+    class Late(LateLabels, InOrder):
+        pass
+
+    args = config(
+        tmp_path,
+        initial_loss_bound=bound,
+        gradient_accumulation_steps=accumulation,
+        remove_unused_columns=False,
+    )
+    trainer = Late(llama(), args, train_dataset=language_data(ragged=False), data_collator=collate)
+    with pytest.raises(ValueError, match="`_prepare_inputs`.*add them in the collator"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_plain_training_takes_late_labels_as_trainer_does(tmp_path, accumulation):
+    logs = []
+    for base in (Trainer, DescentTrainer):
+
+        class Late(LateLabels, base):
+            pass
+
+        args = config(
+            tmp_path,
+            objective="erm",
+            descent_alpha=None,
+            max_steps=3,
+            gradient_accumulation_steps=accumulation,
+            remove_unused_columns=False,
+            logging_steps=1,
+        )
+        trainer = Late(
+            bert(), args, train_dataset=classification_data(), data_collator=with_answers
+        )
+        trainer.train()
+        logs.append(
+            [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+        )
+
+    assert logs[1] == logs[0] and len(logs[0]) == 3
 
 
 def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path, readouts):

@@ -36,7 +36,7 @@ from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
-from .training.card import card_facts, check_no_results, results_of_weights
+from .training.card import card_facts, check_no_results
 from .training.compared_runs import earlier_last_layer, plain_loss_of, plain_loss_on
 from .training.plain_arm import train_both
 from .training.records import (
@@ -553,7 +553,7 @@ class DescentMixin:
         curve = noise_curve(model, self._held_out(eval_dataset), gammas, **settings)
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         if is_noise:
-            self._run.record.measured["noise_curve"] = curve
+            self._run.record.keep_curve(curve, self.state.global_step)
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
@@ -692,7 +692,7 @@ class DescentMixin:
         checkpoints.on_first_process(self.args, check, best)
         with checkpoints.own_names(self, best):
             super()._load_best_model()
-        self._run.go_back_to(best)
+        self._run.go_back_to(best, self.state.global_step)
 
     def _run_summary(self) -> dict[str, Any]:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
@@ -734,7 +734,7 @@ class DescentMixin:
         run = RunFolder(self.args.output_dir)
         run.write_summary(self._run_summary())
         if self._readout is None:
-            run.write(results_of_weights(self, self._run.record))
+            run.write(self._run.record.results(self.state.global_step))
         arguments = signature.bind(*args, **kwargs).arguments
         write_card(run.path, **card_facts(self, arguments, self._run.has_started, self._readout))
 

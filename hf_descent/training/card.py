@@ -7,12 +7,11 @@ from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 from transformers.utils import logging
 
-from ..evaluation.scoring import Result, name_of
+from ..evaluation.scoring import name_of
 from ..files import read_json
 from ..hub.facts import hub_id, listed
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
-from .records import RunRecord
 
 
 logger = logging.get_logger(__name__)
@@ -52,16 +51,6 @@ def card_facts(
         "evaluation": _evaluation(trainer),
         "readout": "" if readout is None else name_of(readout),
     }
-
-
-def results_of_weights(trainer: Trainer, record: RunRecord) -> dict[str, Result]:
-    """What was measured, without a verdict of an evaluation of earlier weights."""
-    results = dict(record.results)
-    if trainer.args.load_best_model_at_end:
-        return results  # with the best model's verdict in place of the last
-    if record.judged_step != trainer.state.global_step:
-        results.pop("verdict", None)
-    return results
 
 
 def check_no_results(run: RunFolder, readout: Callable) -> None:

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..evaluation import Certificate, LayerProfile
+from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import Result
 from ..losses.chance import ChanceLoss
@@ -163,48 +163,58 @@ class RunRecord:
     # Time of day at which training started, in seconds; `None` where the trainer only evaluates.
     started: float | None = None
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
-    certificate: Certificate | None = None  # the verdict on the model
-    judged_step: int | None = None  # the optimizer step after which that was measured
     # By the `id` of an evaluation set the set, so that its `id` stays its own, and f_L of plain training beside this;
     # `None` where there is none.
     plain_losses: dict[int, tuple[Any, float | None]] = field(default_factory=dict)
-    # What was measured last, beside `certificate`, by the names of the files.
-    measured: dict[str, Result] = field(default_factory=dict)
+    # What was measured last, by the names of the files, each with the optimizer step after which it was.
+    measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """The last verdict on the model."""
+        _, certificate = self.measured.get("verdict", (None, None))
+        return certificate
 
     def keep_certificate(self, certificate: Certificate, step: int) -> None:
         """Keep the `certificate` of the model after `step`."""
-        self.certificate = certificate
-        self.judged_step = step
+        self.measured["verdict"] = (step, certificate)
+
+    def keep_curve(self, curve: NoiseCurve, step: int) -> None:
+        """Keep a noise curve of the model after `step`."""
+        self.measured["noise_curve"] = (step, curve)
 
     def keep_profile(self, profile: LayerProfile, step: int) -> None:
         """Keep a layer profile of the model after `step`, and its certificate where the problem is known."""
-        self.measured["layer_profile"] = profile
+        self.measured["layer_profile"] = (step, profile)
         if profile.problem is not None:
             self.keep_certificate(profile.certificate(), step)
+
+    def results(self, step: int) -> dict[str, Result]:
+        """What was measured of the model after `step`, by the names of the files."""
+        return {
+            name: result for name, (of_step, result) in self.measured.items() if of_step == step
+        }
 
     def save(self, folder: str, step: int) -> None:
         """Save the verdict on the model of a checkpoint, where its evaluation came before."""
         path = Path(folder, VERDICT_NAME)
         path.unlink(missing_ok=True)
-        if self.certificate is not None and self.judged_step == step:
-            self.certificate.to_json(str(path))
+        verdict = self.results(step).get("verdict")
+        if verdict is not None:
+            verdict.to_json(str(path))
 
     def load(self, folder: str) -> None:
-        """Take over the verdict on the model of a checkpoint; none where none was saved."""
-        self.certificate = None
+        """Take over the verdict on the model of a checkpoint, where one was saved."""
         path = Path(folder, VERDICT_NAME)
         if path.is_file():
-            state = TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
-            self.keep_certificate(Certificate.from_json(str(path)), state.global_step)
+            self.keep_certificate(Certificate.from_json(str(path)), _step_of(folder))
 
-    @property
-    def results(self) -> dict[str, Result]:
-        """What was measured, by the names of the files."""
-        results = dict(self.measured)
-        if self.certificate is not None:
-            results["verdict"] = self.certificate
-        return results
+    def go_back_to(self, folder: str, step: int) -> None:
+        """Keep what was measured of the model of a checkpoint alone: it is the model after `step` from now on."""
+        self.load(folder)
+        results = self.results(_step_of(folder))
+        self.measured = {name: (step, result) for name, result in results.items()}
 
     @property
     def step_seconds(self) -> float | None:
@@ -213,3 +223,8 @@ class RunRecord:
         if not times:
             return None
         return statistics.median(times)
+
+
+def _step_of(folder: str) -> int:
+    """The optimizer step after which a checkpoint was saved."""
+    return TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME)).global_step

@@ -251,9 +251,9 @@ class DescentRun:
             self.references.save(folder)
             self.record.save(folder, step)
 
-    def go_back_to(self, checkpoint: str) -> None:
-        """Take over the dual side and the verdict of the best checkpoint, whose model was loaded."""
-        self.record.load(checkpoint)
+    def go_back_to(self, checkpoint: str, step: int) -> None:
+        """Take over the dual side and the verdict of the best checkpoint, whose model was loaded after `step`."""
+        self.record.go_back_to(checkpoint, step)
         if self.dual is not None and has_state(checkpoint):
             self.dual.load(checkpoint)
 

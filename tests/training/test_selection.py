@@ -2,9 +2,10 @@
 
 import pytest
 from tiny import bert, classification_data, config, language_data, llama, spread, trained
+from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
-from hf_descent.evaluation import Certificate
+from hf_descent.evaluation import Certificate, LayerProfile
 from hf_descent.training.records import VERDICT_NAME
 
 
@@ -129,6 +130,51 @@ def test_a_run_resumed_after_its_best_step_ends_with_the_verdict_of_that_step(tm
     trainer.create_model_card()
     verdict = Certificate.from_json(str(tmp_path / "verdict.json"))
     assert verdict.losses[-1] == pytest.approx(loss_of_step(trainer, "eval_loss", best), rel=1e-6)
+
+
+class MeasureAfter(TrainerCallback):
+    """Measures layers and noise after the steps that are given."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+        self.profiles = {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in self.steps:
+            self.profiles[state.global_step] = self.trainer.evaluate_layers()
+            self.trainer.evaluate_robustness(gammas=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "kept"),
+    [
+        pytest.param({}, [2], None, id="the last model"),
+        pytest.param({}, [2, 6], 6, id="the last model, measured"),
+        pytest.param({"load_best_model_at_end": True}, [2], 2, id="the best model, measured"),
+        pytest.param({"load_best_model_at_end": True}, [3], None, id="the best model"),
+        pytest.param({"load_best_model_at_end": True}, [6], None, id="the best model and the last"),
+    ],
+)
+def test_a_card_shows_what_was_measured_of_the_weights_alone(tmp_path, settings, steps, kept):
+    trainer = spoiled(tmp_path, **settings)
+    measure = MeasureAfter(*steps)
+    measure.trainer = trainer
+    trainer.add_callback(measure)
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best == 2 or not settings
+
+    trainer.create_model_card()
+    assert (tmp_path / "noise_curve.json").exists() == (kept is not None)
+    assert (tmp_path / "layer_profile.json").exists() == (kept is not None)
+    if kept is not None:
+        profile = LayerProfile.from_json(str(tmp_path / "layer_profile.json"))
+        assert profile.losses.tolist() == measure.profiles[kept].losses.tolist()
+
+    now = trainer.evaluate_layers()
+    trainer.create_model_card()
+    profile = LayerProfile.from_json(str(tmp_path / "layer_profile.json"))
+    assert profile.losses.tolist() == now.losses.tolist()
 
 
 def test_a_run_resumed_at_its_end_has_the_verdict_of_its_last_evaluation(tmp_path):

@@ -5,6 +5,7 @@ cross-entropy and the squared error, so a loss is compared with these on a real 
 """
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -66,13 +67,22 @@ def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, da
         if chance_loss.signal is not None and mean_square > 0:
             noise_variance = mean_square * trainer.noise_sigma() ** 2
         chance_loss = replace(chance_loss, noise_variance=noise_variance)
-        chance = chance_of_batches(task, chance_loss, collated(trainer, data, chance_loss.enough))
+        failure = None
+        try:
+            chance = chance_of_batches(
+                task, chance_loss, collated(trainer, data, chance_loss.enough)
+            )
+        except ValueError as error:
+            failure = error
+            chance = math.nan
 
-    # One value for all, also where each process has a part of a stream to itself.
-    return (
-        reduced(trainer.accelerator, torch.tensor(chance, dtype=torch.float64)).item()
-        / args.world_size
-    )
+    # One value for all, also where each process has a part of a stream to itself; or an error on all.
+    total = reduced(trainer.accelerator, torch.tensor(chance, dtype=torch.float64)).item()
+    if failure is not None:
+        raise failure
+    if math.isnan(total):
+        raise unmeasurable("the rows of another process, whose error says why")
+    return total / args.world_size
 
 
 def chance_of_batches(

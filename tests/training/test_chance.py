@@ -10,7 +10,7 @@ from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, defau
 
 from hf_descent import DescentTrainer, EmbeddingNoise
 from hf_descent.models import UTConfig, UTForVideoDenoising
-from hf_descent.training import preparation
+from hf_descent.training import chance, preparation
 
 
 def measured(folder, model, data, collator=default_data_collator, **settings):
@@ -38,6 +38,31 @@ def rows_of_classes(count):
 
 
 ENTROPY = -sum(share * math.log(share) for share in (0.6, 0.3, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("is_alike", "of_other", "message"),
+    [(True, ENTROPY, "all are alike"), (False, math.nan, "the rows of another process")],
+    ids=["here", "elsewhere"],
+)
+def test_a_process_that_cannot_measure_leaves_no_other_waiting(
+    tmp_path, monkeypatch, is_alike, of_other, message
+):
+    """A second process, of a stream of which each has a part, adds its own number."""
+    summed = []
+
+    def reduced(accelerator, tensor):
+        summed.append(tensor.item())
+        return tensor + of_other
+
+    monkeypatch.setattr(chance, "reduced", reduced)
+    rows = rows_of_classes(500)
+    if is_alike:
+        rows = [{**row, "labels": 1} for row in rows]
+
+    with pytest.raises(ValueError, match=message):
+        measured(tmp_path, bert(), rows)
+    assert len(summed) == 1 and math.isnan(summed[0]) == is_alike
 
 
 def test_the_labels_are_the_collator_s_and_of_all_parts_of_the_data(tmp_path):

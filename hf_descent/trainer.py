@@ -734,7 +734,7 @@ class DescentMixin:
         run = RunFolder(self.args.output_dir)
         run.write_summary(self._run_summary())
         if self._readout is None:
-            run.write(self._run.record.results(self.state.global_step))
+            self._run.record.write(run, self.state.global_step)
         arguments = signature.bind(*args, **kwargs).arguments
         write_card(run.path, **card_facts(self, arguments, self._run.has_started, self._readout))
 

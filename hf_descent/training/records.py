@@ -20,6 +20,7 @@ from ..evaluation.scoring import Result
 from ..losses.chance import ChanceLoss
 from ..losses.layerwise import BatchLosses, MicroBatchLosses
 from ..losses.task import TaskLoss
+from ..runs import RunFolder
 
 
 VERDICT_NAME = "descent_verdict.json"  # in a checkpoint, of its model
@@ -168,6 +169,9 @@ class RunRecord:
     plain_losses: dict[int, tuple[Any, float | None]] = field(default_factory=dict)
     # What was measured last, by the names of the files, each with the optimizer step after which it was.
     measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
+    written: set[str] = field(
+        default_factory=set
+    )  # the names of the files that were written for a card
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     @property
@@ -195,6 +199,14 @@ class RunRecord:
         return {
             name: result for name, (of_step, result) in self.measured.items() if of_step == step
         }
+
+    def write(self, run: RunFolder, step: int) -> None:
+        """Write what was measured of the model after `step`, and remove what was written of an earlier one."""
+        results = self.results(step)
+        for name in self.written - results.keys():
+            Path(run.path, f"{name}.json").unlink(missing_ok=True)
+        run.write(results)
+        self.written = set(results)
 
     def save(self, folder: str, step: int) -> None:
         """Save the verdict on the model of a checkpoint, where its evaluation came before."""

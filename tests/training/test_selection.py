@@ -143,6 +143,7 @@ class MeasureAfter(TrainerCallback):
         if state.global_step in self.steps:
             self.profiles[state.global_step] = self.trainer.evaluate_layers()
             self.trainer.evaluate_robustness(gammas=[0, 1])
+            self.trainer.create_model_card()  # as TRL does at a checkpoint
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """However a step's items are cut into micro-batches, the step is the same."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import (
@@ -17,6 +19,7 @@ from transformers import Trainer, default_data_collator
 
 from hf_descent import DescentTrainer
 from hf_descent.runs import RunFolder
+from hf_descent.training.records import counted_step
 
 
 def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
@@ -149,6 +152,22 @@ def test_labels_that_come_too_late_to_be_counted_are_refused(
     trainer = Late(llama(), args, train_dataset=language_data(ragged=False), data_collator=collate)
     with pytest.raises(ValueError, match="`_prepare_inputs`.*add them in the collator"):
         trainer.train()
+
+
+def test_a_process_without_labels_takes_part_in_the_count():
+    """Plain training of two processes, each of which adds its own number."""
+    summed = []
+
+    def reduce(tensor, operation):
+        summed.append(tensor.item())
+        return tensor + 3
+
+    processes = SimpleNamespace(num_processes=2, device="cpu", reduce=reduce)
+    task = SimpleNamespace(takes_items=False, count=lambda batch: batch["count"])
+
+    assert counted_step(processes, task, [{"count": torch.tensor(5)}, {"count": None}]).items == 8
+    assert counted_step(processes, task, [{"count": None}]).items is None
+    assert summed == [5, 0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -226,6 +226,6 @@ def _has_label(token_and_label: tuple[int, int]) -> bool:
 def _number_of_tokens(inputs, device: torch.device) -> torch.Tensor:
     """The tokens of a batch as TRL counts them, a scalar."""
     mask = inputs.get("attention_mask")
-    if mask is None:  # of rows that are strung together
+    if mask is None:  # padding-free: the rows are joined into one
         return torch.tensor(inputs["position_ids"].size(1), device=device)
     return mask.sum()

@@ -169,8 +169,6 @@ _CLASSES = {
     )
 }
 OBJECTIVES = tuple(_CLASSES)
-UNCONSTRAINED = tuple(name for name, kind in _CLASSES.items() if not kind.is_constrained)
-WITH_MULTIPLIERS = tuple(name for name, kind in _CLASSES.items() if kind.has_multipliers)
 
 
 def objective_class(name: str) -> type[Objective]:

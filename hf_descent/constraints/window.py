@@ -24,7 +24,8 @@ class LossWindow:
     @property
     def rows(self) -> np.ndarray:
         """The losses of the steps kept, in their order, without those that count for nothing; `[steps, L]`."""
-        return self.kept[np.isfinite(self.kept).all(axis=1)]
+        rows = self.kept
+        return rows[np.isfinite(rows).all(axis=1)]
 
     @property
     def kept(self) -> np.ndarray:

@@ -175,6 +175,7 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
     Either all labels are names, or they are places of names, beside which true and false are found by name. Labels
     for which there is no name are not there.
     """
+    has_places = are_places(classes)
     by_name = {}
     by_place = {}
 
@@ -186,7 +187,7 @@ def named_labels(labels: Sequence[Label], classes: Sequence[str]) -> dict[tuple,
             by_name[key] = name
         if name is not None and boolean(label) is not None:
             by_place[key] = name
-        if place in range(len(classes)) and are_places(classes):
+        if has_places and place in range(len(classes)):
             by_place[key] = classes[place]
 
     if len(by_name) == len(labels):
@@ -273,9 +274,9 @@ def class_labels(
     columns = {name: LabelColumn(rows, left_out[name]) for name, rows in splits.items()}
     unnamed = {name: labels for name, labels in columns.items() if labels.names is None}
     _check_numbers(unnamed, column)
-    has_numbers = any(
-        whole_number(label) is not None for labels in unnamed.values() for label in labels.distinct
-    )
+    numbers = {whole_number(label) for labels in unnamed.values() for label in labels.distinct}
+    numbers.discard(None)
+    has_numbers = bool(numbers)
 
     given_names = _given_names(columns, has_numbers)
     names = {
@@ -295,8 +296,7 @@ def class_labels(
     for split, labels in columns.items():
         _check_known(names[split], labels.places, classes, split, column)
     if given_names is not None:
-        numbers = {whole_number(label) for labels in unnamed.values() for label in labels.distinct}
-        warn_of_counting_from_1(numbers - {None}, given_names, f"the column `{column}`")
+        warn_of_counting_from_1(numbers, given_names, f"the column `{column}`")
     _report_classes(names["train"], classes)
     return {split: encode_labels(rows, names[split], classes) for split, rows in splits.items()}
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ..losses.chance import ChanceLoss, chance_of
 from ..readout.labels import labels_of
 from ..readout.replay import Readout
 from ..readout.stack import inner_model, unwrapped
+from ..readout.tape import assigned
 from .preparation import loss_of_its_own
 from .records import EvaluationTotals, reduced
 
@@ -73,16 +74,10 @@ def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     return [*keys, "hidden_states", "encoder_hidden_states", "decoder_hidden_states"]
 
 
-@contextmanager
-def without_persistent_workers(args: TrainingArguments) -> Iterator[None]:
+def without_persistent_workers(args: TrainingArguments) -> AbstractContextManager:
     """Within it, Trainer makes a new data loader: with persistent workers, it takes that of the first data set without
     a name for all others."""
-    are_persistent = args.dataloader_persistent_workers
-    args.dataloader_persistent_workers = False
-    try:
-        yield
-    finally:
-        args.dataloader_persistent_workers = are_persistent
+    return assigned([(args, "dataloader_persistent_workers")], False)
 
 
 # Of an earlier reading of the last layer, by the number of a process's batch [rows, 2]: losses over items, and items.

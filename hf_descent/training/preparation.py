@@ -134,7 +134,8 @@ def takes_items(task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
     processes share."""
     try:
         divides = task.divides_by_items(inputs)
-    except Exception:  # the model cannot score these labels: a loss of one's own does, or the step itself will fail
+    except Exception:
+        # The model cannot score these labels. A custom loss can, or the step itself fails.
         return False
     if not divides:
         logger.info(

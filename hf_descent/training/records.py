@@ -148,11 +148,10 @@ class Evaluation:
     rows: Any = None  # the data set; of several sets the dict
     # Whether training was fitted to some of the rows, or chooses its checkpoint by them.
     overlaps_training: bool = False
-    in_training_loop: bool = False  # whether `eval_strategy` asks for it
+    in_training_loop: bool = False  # whether it is in training, not before or after it
     plain_loss: float | None = None  # f_L of plain training on the same rows, where it is known
-    is_of_several: bool = (
-        False  # whether it is on several sets, each of which is evaluated inside it
-    )
+    # Whether it is on several sets, each of which is evaluated inside it.
+    is_of_several: bool = False
     keeps_verdict: bool = True  # not of a set beside the one that chooses the best model
 
 
@@ -169,9 +168,8 @@ class RunRecord:
     plain_losses: dict[int, tuple[Any, float | None]] = field(default_factory=dict)
     # What was measured last, by the names of the files, each with the optimizer step after which it was.
     measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
-    written: set[str] = field(
-        default_factory=set
-    )  # the names of the files that were written for a card
+    # The names of the files that were written for a card.
+    written: set[str] = field(default_factory=set)
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     @property

@@ -162,14 +162,18 @@ def _texts(size: Size) -> list[dict[str, Any]]:
     return [{**row, "labels": row["input_ids"]} for row in _sentences(size)]
 
 
+def _transformer(size: Size, layers: int) -> dict[str, int]:
+    """The arguments that most configs share."""
+    return {
+        "hidden_size": size.width,
+        "intermediate_size": 4 * size.width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": size.heads,
+    }
+
+
 def bert(size: Size):
-    config = BertConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=12,
-        num_attention_heads=size.heads,
-    )
+    config = BertConfig(vocab_size=size.vocabulary, **_transformer(size, 12))
     return BertForSequenceClassification(config), _sentences(size)
 
 
@@ -187,10 +191,7 @@ def distilbert(size: Size):
 def roberta(size: Size):
     config = RobertaConfig(
         vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=24,
-        num_attention_heads=size.heads,
+        **_transformer(size, 24),
         max_position_embeddings=size.length + 4,
     )
     return RobertaForSequenceClassification(config), _sentences(size)
@@ -200,10 +201,7 @@ def vit(size: Size):
     config = ViTConfig(
         image_size=size.image,
         patch_size=size.patch,
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=12,
-        num_attention_heads=size.heads,
+        **_transformer(size, 12),
     )
     images = torch.rand(size.batch, 3, size.image, size.image)
     rows = [
@@ -231,10 +229,7 @@ def t5(size: Size):
 def llama(size: Size):
     config = LlamaConfig(
         vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=32,
-        num_attention_heads=size.heads,
+        **_transformer(size, 32),
         num_key_value_heads=size.heads,
     )
     return LlamaForCausalLM(config), _texts(size)

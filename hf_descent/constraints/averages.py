@@ -18,7 +18,7 @@ class LossAverages:
     def __init__(self, num_layers: int, steps_per_reading: int):
         self._steps_per_reading = steps_per_reading
         # Of the layer losses, of 1, and of f_L^2, [layers + 2]. The second makes up for the start at zero.
-        self._sums = np.zeros(num_layers + 2, dtype=np.float32)
+        self._sums: np.ndarray = np.zeros(num_layers + 2, dtype=np.float32)
 
     def add(self, layer_losses: np.ndarray) -> None:
         """Take in a reading `[L]`, which stands for all steps since the one before."""

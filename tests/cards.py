@@ -4,7 +4,10 @@ import re
 
 import yaml
 from huggingface_hub import ModelCard
-from tiny import bert, classification_data, config, word_tokenizer
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config
 
 from hf_descent import DescentTrainer
 

@@ -1,7 +1,7 @@
 """Layer losses as anyone would write them, for the tests of the tiled readout."""
 
 import torch
-from tiny import TEST_DEVICE
+from tiny.devices import TEST_DEVICE
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

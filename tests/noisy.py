@@ -1,7 +1,7 @@
 """Inputs, models and a spy for the tests of noise."""
 
 import torch
-from tiny import VOCAB
+from tiny.models import VOCAB
 from torch import nn
 from transformers import (
     Gemma3nForCausalLM,

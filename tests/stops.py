@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiny import bert, classification_data, config, language_data, llama
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
+from tiny.training import config
 
 import hf_descent
 from hf_descent import DescentTrainer

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, config, fitted, language_data, llama, spread
+from tiny.data import language_data
+from tiny.models import VOCAB, llama, spread
+from tiny.training import config, fitted
 from torch import nn
 from transformers import TrainerCallback, default_data_collator
 

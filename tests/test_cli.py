@@ -13,7 +13,7 @@ from pathlib import Path
 import help_pages
 import pytest
 import yaml
-from tiny import bert
+from tiny.models import bert
 from transformers.integrations import SwanLabCallback
 from transformers.trainer_utils import SaveStrategy
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from naive_head import Watch
-from tiny import DEVICE, bert, classification_data, config, language_data, llama, trained
+from tiny.data import classification_data, language_data
+from tiny.devices import DEVICE
+from tiny.models import bert, llama
+from tiny.training import config, trained
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
 from transformers.utils.import_utils import is_torch_greater_or_equal
 

@@ -13,9 +13,12 @@ from architectures import T5, build
 from hub_server import environment, serving
 from huggingface_hub import SpaceHardware
 from programs import ROOT, python
-from tiny import bert, classification_data, config, trained, word_tokenizer
-from tiny_files import WORDS, save_generator, save_tiny_model
-from tiny_sft import chats
+from tiny.data import classification_data
+from tiny.files import WORDS, save_generator, save_tiny_model
+from tiny.models import bert
+from tiny.sft import chats
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config, trained
 from transformers import AutoModelForSequenceClassification
 
 import hf_descent

@@ -6,7 +6,8 @@ import layer_sets
 import pytest
 import torch
 from datasets import Dataset
-from tiny import llama, spread, tokenizer
+from tiny.models import llama, spread
+from tiny.tokenizers import tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER, FAMILIES, GPT, MODELS, build
-from tiny import bert, classification_data, config, llama, trained
+from tiny.data import classification_data
+from tiny.models import bert, llama
+from tiny.training import config, trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_descent.commands import classify

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import bert, classification_data, fitted
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import fitted
 from transformers import AutoModelForSequenceClassification
 
 from hf_descent import DescentConfig, DescentTrainer

@@ -8,7 +8,8 @@ import pytest
 import torch
 from noisy import t5, vit
 from scipy.stats import kstest, norm
-from tiny import bert, classification_data, llama
+from tiny.data import classification_data
+from tiny.models import bert, llama
 from transformers import DynamicCache, MBartConfig, MBartForSequenceClassification
 
 from hf_descent import noise_curve

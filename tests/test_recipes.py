@@ -13,8 +13,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file
 from smoke import ROOT, results_of, smoke_command
-from tiny import bert, llama
-from tiny_files import save_tiny_model, write_rows
+from tiny.files import save_tiny_model, write_rows
+from tiny.models import bert, llama
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_descent import cli

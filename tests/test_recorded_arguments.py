@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tiny import bert, classification_data, config, trained
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config, trained
 
 from hf_descent import DescentConfig
 from hf_descent.runs import training_arguments

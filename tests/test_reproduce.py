@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_files import save_tiny_model, write_rows
+from tiny.files import save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
 from hf_descent import cli

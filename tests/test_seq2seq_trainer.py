@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 import torch
 from architectures import BART, T5, T5_DECODER, build, truncated
-from tiny import VOCAB, fitted, word_tokenizer
+from tiny.models import VOCAB
+from tiny.tokenizers import word_tokenizer
+from tiny.training import fitted
 from transformers import (
     DataCollatorForSeq2Seq,
     GenerationConfig,

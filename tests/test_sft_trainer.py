@@ -12,8 +12,10 @@ from packaging.version import Version
 from peft import PromptTuningConfig
 from PIL import Image
 from programs import python
-from tiny import fitted, spread, tokenizer
-from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
+from tiny.models import spread
+from tiny.sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
+from tiny.tokenizers import tokenizer
+from tiny.training import fitted
 from torch import nn
 from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer

@@ -2,20 +2,13 @@ import dataclasses
 import re
 
 import pytest
-import tiny
 import torch
 import torch.nn.functional as F
-from tiny import (
-    InOrder,
-    batches,
-    bert,
-    classification_data,
-    config,
-    language_data,
-    llama,
-    naive_layer_losses,
-    trained,
-)
+from tiny.data import batches, classification_data, language_data
+from tiny.devices import TEST_DEVICE
+from tiny.models import bert, llama
+from tiny.oracles import naive_layer_losses
+from tiny.training import InOrder, config, fitted, trained
 from torch._dynamo.utils import counters
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -374,14 +367,14 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
     }
 
     def trained(folder, resume=None):
-        return tiny.fitted(
+        return fitted(
             InOrder(model(), config(tmp_path / folder, **settings), train_dataset=data), resume
         )
 
     plain = trained("plain")
     torch._dynamo.reset()
     counters.clear()
-    backend = "inductor" if tiny.TEST_DEVICE == "cuda" else "aot_eager"
+    backend = "inductor" if TEST_DEVICE == "cuda" else "aot_eager"
     if model is llama:  # as accelerate's config does
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend.upper())
     else:
@@ -448,7 +441,7 @@ def test_a_head_is_trained_on_a_frozen_model(tmp_path):
 
 def test_a_step_by_itself_is_refused_before_a_batch_has_shown_the_layers(tmp_path):
     trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA)
-    batch = next(tiny.batches(DATA))
+    batch = next(batches(DATA))
     with pytest.raises(ValueError, match="The layers are not known yet"):
         trainer.training_step(trainer.model, batch)
 
@@ -469,6 +462,6 @@ def test_after_an_interrupted_training_an_evaluation_reads_all_tokens(tmp_path):
 
     metrics = trainer.evaluate()
     with torch.no_grad():  # by replay, which knows of no sample
-        expected = layer_losses(trainer.model.eval(), next(tiny.batches(rows, 32)))
+        expected = layer_losses(trainer.model.eval(), next(batches(rows, 32)))
     found = [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
     assert found == pytest.approx(expected.tolist(), rel=1e-5)

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator
 from numbers import Number
 from pathlib import Path
 
-import tiny
-import tiny_sft
 import torch
 from peft import LoraConfig
+from tiny.data import classification_data, language_data
+from tiny.models import VOCAB, bert, gpt2, llama
+from tiny.sft import make
+from tiny.training import config
 from transformers import T5Config, T5ForConditionalGeneration, set_seed
 
 from hf_descent import (
@@ -78,45 +80,45 @@ def without_guard(arguments: dict) -> dict:
 
 def arguments(folder: str, given: dict) -> DescentConfig:
     evaluated = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 8}
-    return tiny.config(folder, **without_guard(evaluated | given))
+    return config(folder, **without_guard(evaluated | given))
 
 
 def classifier(folder: str, given: dict, **keywords) -> DescentTrainer:
-    data = tiny.classification_data(ROWS)
+    data = classification_data(ROWS)
     if "dual_dataset" in keywords:
         data = data[: ROWS // 2]
-    model = tiny.bert(dropout=0.1)
+    model = bert(dropout=0.1)
     return DescentTrainer(
         model, arguments(folder, given), train_dataset=data, eval_dataset=data[:40], **keywords
     )
 
 
 def language_model(folder: str, given: dict) -> DescentTrainer:
-    data = tiny.language_data(64)
+    data = language_data(64)
     return DescentTrainer(
-        tiny.llama(), arguments(folder, given), train_dataset=data, eval_dataset=data[:20]
+        llama(), arguments(folder, given), train_dataset=data, eval_dataset=data[:20]
     )
 
 
 def shifted_language_model(folder: str, given: dict) -> DescentTrainer:
-    data = tiny.language_data(64)
+    data = language_data(64)
     return DescentTrainer(
-        tiny.gpt2(), arguments(folder, given), train_dataset=data, eval_dataset=data[:20]
+        gpt2(), arguments(folder, given), train_dataset=data, eval_dataset=data[:20]
     )
 
 
 def seq2seq(folder: str, given: dict) -> Seq2SeqDescentTrainer:
     torch.manual_seed(0)
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3}
-    tokens = {"vocab_size": tiny.VOCAB, "decoder_start_token_id": 0}
+    tokens = {"vocab_size": VOCAB, "decoder_start_token_id": 0}
     model = T5ForConditionalGeneration(T5Config(num_heads=2, dropout_rate=0.1, **sizes, **tokens))
     config = Seq2SeqDescentConfig.from_training_arguments(arguments(folder, given))
-    data = tiny.language_data(64)
+    data = language_data(64)
     return Seq2SeqDescentTrainer(model, config, train_dataset=data, eval_dataset=data[:20])
 
 
 def fine_tuning(folder: str, given: dict, **keywords) -> SFTDescentTrainer:
-    return tiny_sft.make(SFTDescentTrainer, folder, **without_guard(given), **keywords)
+    return make(SFTDescentTrainer, folder, **without_guard(given), **keywords)
 
 
 def cases() -> Iterator[tuple[str, Callable, dict, dict]]:
@@ -124,7 +126,7 @@ def cases() -> Iterator[tuple[str, Callable, dict, dict]]:
     for name, given in CLASSIFIERS.items():
         yield f"classifier: {name}", classifier, given, {}
     yield "classifier: readout", classifier, LINE, {"readout": "mean"}
-    held_out = tiny.classification_data(ROWS)[ROWS // 2 :]
+    held_out = classification_data(ROWS)[ROWS // 2 :]
     yield (
         "classifier: held-out rows",
         classifier,

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from tiny import config
+from tiny.training import config
 from transformers import EvalPrediction
 
 from hf_descent.commands.classify import ModelArguments, accuracy_of, run

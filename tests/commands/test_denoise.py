@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from smoke import SMOKE, results_of, smoke_command
-from tiny_files import write_video
+from tiny.files import write_video
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny import bert, llama, word_tokenizer
-from tiny_files import WORDS, save_tiny_model
+from tiny.files import WORDS, save_tiny_model
+from tiny.models import bert, llama
+from tiny.tokenizers import word_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import bert, gpt2, llama, spread, tokenizer, word_tokenizer
-from tiny_files import save_generator
+from tiny.files import save_generator
+from tiny.models import bert, gpt2, llama, spread
+from tiny.tokenizers import tokenizer, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_descent import cli

@@ -8,7 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import bert, llama, spread, tokenizer, word_tokenizer
+from tiny.models import bert, llama, spread
+from tiny.tokenizers import tokenizer, word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

@@ -8,7 +8,10 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from peft import LoraConfig, get_peft_model
 from PIL import Image as Picture
-from tiny import bert, classification_data, config, spread, trained, word_tokenizer
+from tiny.data import classification_data
+from tiny.models import bert, spread
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config, trained
 from transformers import (
     AutoModelForImageClassification,
     GPT2Config,

@@ -11,8 +11,9 @@ import torch
 from hub_server import Handler, serving
 from peft import LoraConfig, get_peft_model
 from programs import ROOT, python
-from tiny import bert, tokenizer
-from tiny_files import save_generator
+from tiny.files import save_generator
+from tiny.models import bert
+from tiny.tokenizers import tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationConfig
 

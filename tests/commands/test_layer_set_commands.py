@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from tiny import bert, llama, spread, word_tokenizer
+from tiny.models import bert, llama, spread
+from tiny.tokenizers import word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,

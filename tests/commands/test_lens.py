@@ -7,8 +7,9 @@ import pytest
 import torch
 from datasets import Dataset
 from scipy import stats
-from tiny import bert, llama, spread, tokenizer, word_tokenizer
-from tiny_files import save_generator
+from tiny.files import save_generator
+from tiny.models import bert, llama, spread
+from tiny.tokenizers import tokenizer, word_tokenizer
 from transformers import ViTConfig, ViTForImageClassification, ViTForMaskedImageModeling
 
 from hf_descent import cli, layer_logits

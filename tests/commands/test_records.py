@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny import llama, spread, tokenizer
-from tiny_files import WORDS, save_tiny_model
-from tiny_sft import TOKENIZER, chats, make
+from tiny.files import WORDS, save_tiny_model
+from tiny.models import llama, spread
+from tiny.sft import TOKENIZER, chats, make
+from tiny.tokenizers import tokenizer
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

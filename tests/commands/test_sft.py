@@ -8,7 +8,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from smoke import SMOKE, results_of, smoke_command
-from tiny import bert, llama, tokenizer
+from tiny.models import bert, llama
+from tiny.tokenizers import tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

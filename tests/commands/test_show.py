@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import bert, llama, spread, tokenizer, word_tokenizer
+from tiny.models import bert, llama, spread
+from tiny.tokenizers import tokenizer, word_tokenizer
 
 from hf_descent import EmbeddingNoise, cli
 from hf_descent.commands.show import DRAWS, build

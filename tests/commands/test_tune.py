@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import optuna
 import pytest
-from tiny import config
-from tiny_files import save_tiny_model, write_rows
+from tiny.files import save_tiny_model, write_rows
+from tiny.training import config
 
 from hf_descent import SFTDescentConfig, cli, hp_space
 from hf_descent.commands import tune

@@ -8,7 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import InOrder, bert, classification_data, config, trained
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import InOrder, config, trained
 
 from hf_descent import DescentProblem, Multipliers
 from hf_descent.configs import DescentArguments

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from naive_head import Watch
-from tiny import config
+from tiny.training import config
 
 from hf_descent.constraints.objectives import Hinge
 from hf_descent.constraints.state import DualState

@@ -7,16 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import (
-    InOrder,
-    bert,
-    classification_data,
-    config,
-    language_data,
-    llama,
-    trained,
-    truncated,
-)
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
+from tiny.oracles import truncated
+from tiny.training import InOrder, config, trained
 from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer

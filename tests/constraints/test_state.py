@@ -5,16 +5,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import (
-    InOrder,
-    batches,
-    bert,
-    classification_data,
-    config,
-    llama,
-    naive_layer_losses,
-    trained,
-)
+from tiny.data import batches, classification_data
+from tiny.models import bert, llama
+from tiny.oracles import naive_layer_losses
+from tiny.training import InOrder, config, trained
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_descent import DescentTrainer

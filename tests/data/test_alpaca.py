@@ -2,7 +2,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from tiny import tokenizer
+from tiny.tokenizers import tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from hf_descent.data.alpaca import (

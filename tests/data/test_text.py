@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 from architectures import MODELS, build
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
-from tiny import bert, llama, word_tokenizer
+from tiny.models import bert, llama
+from tiny.tokenizers import word_tokenizer
 
 from hf_descent.data.text import (
     DataArguments,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_files import encode_video
+from tiny.files import encode_video
 
 from hf_descent.data.denoising import ImageTask, PatchTask, to_patches
 from hf_descent.data.video import VideoArguments, find_videos, load_clips, read_frames, split_videos

@@ -7,7 +7,9 @@ import torch
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 
 from hf_descent import DescentTrainer
 

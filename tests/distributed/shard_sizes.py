@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from accelerate_on_cpu import keep_sharding_on_cpu
 from peft import LoraConfig, get_peft_model
-from tiny import config, language_data, llama
+from tiny.data import language_data
+from tiny.models import llama
+from tiny.training import config
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from launching import assert_same, job, launch, start
-from tiny import llama
+from tiny.models import llama
 from train_steps import recorded_noise, train
 
 from hf_descent.losses.layerwise import TiledLosses

@@ -6,7 +6,9 @@ import pytest
 from launching import HERE, run
 from shard_sizes import ODD, deep, settings
 from test_sharded import BACKENDS
-from tiny import config, language_data, llama
+from tiny.data import language_data
+from tiny.models import llama
+from tiny.training import config
 from torch import stack
 
 from hf_descent.planning import PlannedModel

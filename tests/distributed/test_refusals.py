@@ -3,7 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 from launching import HERE, assert_same, job, launch, run
 from safetensors import safe_open
-from tiny_files import write_video
+from tiny.files import write_video
 from torch.testing import assert_close
 from train_steps import train
 from transformers import AutoModelForCausalLM, AutoModelForImageToImage

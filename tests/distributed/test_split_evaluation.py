@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 
 from hf_descent import DescentTrainer
 from hf_descent.evaluation import layer_profiles, noise_curve

@@ -17,16 +17,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from accelerate_on_cpu import keep_sharding_on_cpu
 from noisy import vit
-from tiny import (
-    InOrder,
-    bert,
-    classification_data,
-    config,
-    gpt2,
-    language_data,
-    llama,
-    word_tokenizer,
-)
+from tiny.data import classification_data, language_data
+from tiny.models import bert, gpt2, llama
+from tiny.tokenizers import word_tokenizer
+from tiny.training import InOrder, config
 from torch.nn import functional as F
 from transformers import TrainerCallback
 

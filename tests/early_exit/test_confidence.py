@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers
 from architectures import FAMILIES, MODELS, batch_for, build
-from tiny import bert, classification_data, llama, spread, toy_rows
+from tiny.data import classification_data, toy_rows
+from tiny.models import bert, llama, spread
 from transformers import default_data_collator
 
 from hf_descent import layer_logits

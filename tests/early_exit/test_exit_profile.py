@@ -3,7 +3,8 @@ from functools import partial
 
 import pytest
 import torch
-from tiny import bert, spread, toy_rows
+from tiny.data import toy_rows
+from tiny.models import bert, spread
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 

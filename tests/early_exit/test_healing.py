@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from architectures import MODELS, build
 from noisy import t5, vit
-from tiny import VOCAB, batches, bert, classification_data, gpt2, language_data, llama, spread
+from tiny.data import batches, classification_data, language_data
+from tiny.models import VOCAB, bert, gpt2, llama, spread
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

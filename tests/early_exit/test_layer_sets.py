@@ -8,7 +8,8 @@ import pytest
 import torch
 from architectures import FAMILIES, LAYERS, MODELS, batch_for, build
 from scipy import stats
-from tiny import batches, bert, classification_data, language_data, llama, spread
+from tiny.data import batches, classification_data, language_data
+from tiny.models import bert, llama, spread
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_descent.early_exit import (

@@ -4,7 +4,9 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER, FAMILIES, LAYERS, MODELS, TwoStage, batch_for, build, depth_of
-from tiny import bert, classification_data, config, llama, spread, trained
+from tiny.data import classification_data
+from tiny.models import bert, llama, spread
+from tiny.training import config, trained
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hf_descent import early_exit, layer_logits

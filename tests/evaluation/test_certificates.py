@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny import bert, classification_data
+from tiny.data import classification_data
+from tiny.models import bert
 from transformers import default_data_collator
 
 from hf_descent import DescentProblem

@@ -2,7 +2,8 @@
 
 import numpy as np
 import torch
-from tiny import bert, classification_data
+from tiny.data import classification_data
+from tiny.models import bert
 
 from hf_descent.evaluation import NoiseCurve, layer_profile, noise_curve
 from hf_descent.evaluation.fingerprints import fingerprint_of_tensors

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny import bert, classification_data, language_data, llama, spread
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama, spread
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from architectures import MODELS, build
 from scipy.stats import norm
-from tiny import Stream, bert, classification_data, language_data
+from tiny.data import Stream, classification_data, language_data
+from tiny.models import bert
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import default_data_collator

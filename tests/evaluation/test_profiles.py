@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny import bert, classification_data, config, trained, truncated
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.oracles import truncated
+from tiny.training import config, trained
 
 from hf_descent import DescentProblem
 from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve

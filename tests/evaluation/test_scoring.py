@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from architectures import ByPlace
 from noisy import Gain
-from tiny import VOCAB, bert, classification_data, language_data, llama, spread
+from tiny.data import classification_data, language_data
+from tiny.models import VOCAB, bert, llama, spread
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (

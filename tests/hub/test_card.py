@@ -14,7 +14,10 @@ import yaml
 from cards import read, trained
 from datasets import Dataset
 from huggingface_hub import parse_eval_result_entries
-from tiny import Stream, bert, classification_data, config, language_data, llama, word_tokenizer
+from tiny.data import Stream, classification_data, language_data
+from tiny.models import bert, llama
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.configs import DescentArguments

@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 from cards import read, trained
-from tiny import bert, classification_data, language_data, llama
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.early_exit import ConfidenceReport, ExitProfile

@@ -9,7 +9,8 @@ from cards import check_card, trained
 from hub_server import environment, serving
 from huggingface_hub import parse_eval_result_entries
 from programs import ROOT, python
-from tiny import bert, llama, word_tokenizer
+from tiny.models import bert, llama
+from tiny.tokenizers import word_tokenizer
 
 from hf_descent.hub.facts import write_card
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from architectures import DECODER, GPT, XLNET, build
-from tiny import InOrder, config, trained
+from tiny.training import InOrder, config, trained
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 

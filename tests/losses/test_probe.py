@@ -4,7 +4,7 @@ import pytest
 import torch
 from architectures import DECODER, IMAGE, MODELS, SPEECH, TEXT, build
 from naive_head import LiveStorage
-from tiny import llama
+from tiny.models import llama
 from transformers import ViTConfig
 
 from hf_descent import layer_losses

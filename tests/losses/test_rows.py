@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import bert, classification_data, language_data, llama, spread
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama, spread
 from transformers import (
     BertConfig,
     BertForMultipleChoice,

@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import AUDIO, MODELS, ByPlace, build
-from tiny import bert, classification_data, config, language_data, llama
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
+from tiny.training import config
 from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
 
 from hf_descent import DescentTrainer, layer_losses

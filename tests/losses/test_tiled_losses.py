@@ -4,17 +4,10 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from tiny import (
-    VOCAB,
-    assert_equal_runs,
-    bert,
-    classification_data,
-    config,
-    fitted,
-    language_data,
-    llama,
-    watch,
-)
+from tiny.data import classification_data, language_data
+from tiny.models import VOCAB, bert, llama
+from tiny.oracles import assert_equal_runs
+from tiny.training import config, fitted, watch
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback, default_data_collator
 

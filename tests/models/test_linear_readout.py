@@ -1,7 +1,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SIZES, pool
+from tiny.models import SIZES
+from tiny.oracles import pool
 from transformers import AlbertConfig, AutoModel, BertConfig, DistilBertConfig, RobertaConfig
 
 from hf_descent import layer_logits

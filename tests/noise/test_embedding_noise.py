@@ -5,7 +5,7 @@ import pytest
 import torch
 from noisy import Spy, added_noise, assert_noise_on, batch, vit
 from scipy.stats import kstest
-from tiny import VOCAB, bert, llama
+from tiny.models import VOCAB, bert, llama
 from torch import nn
 from transformers import BartConfig, BartModel, FNetConfig, FNetForMaskedLM
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from noisy import Gain, Spy, added_noise, assert_noise_on, batch, gemma3n, t5, vit
 from scipy.stats import kstest
-from tiny import VOCAB, bert, llama
+from tiny.models import VOCAB, bert, llama
 from transformers import GPT2Config, GPT2Model, MarianConfig, MarianMTModel, XLNetConfig, XLNetModel
 
 from hf_descent.noise.embedding_noise import EmbeddingNoise

@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import transformers
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 
 from hf_descent import DescentTrainer, files
 from hf_descent.constraints import state as descent_state

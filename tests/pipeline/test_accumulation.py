@@ -4,17 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import (
-    InOrder,
-    Stream,
-    batches,
-    bert,
-    classification_data,
-    config,
-    language_data,
-    llama,
-    naive_layer_losses,
-)
+from tiny.data import Stream, batches, classification_data, language_data
+from tiny.models import bert, llama
+from tiny.oracles import naive_layer_losses
+from tiny.training import InOrder, config
 from transformers import Trainer, default_data_collator
 
 from hf_descent import DescentTrainer

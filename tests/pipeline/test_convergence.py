@@ -12,7 +12,7 @@ the second holds with room (0.125 <= 0.25), lambda_2* = 0.
 import numpy as np
 import pytest
 import torch
-from tiny import config, trained
+from tiny.training import config, trained
 from torch import nn
 
 

@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from programs import ROOT, python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import InOrder, assert_equal_runs, bert, classification_data, config, fitted, trained
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.oracles import assert_equal_runs
+from tiny.training import InOrder, config, fitted, trained
 from transformers import TrainerCallback
 
 from hf_descent import DescentProblem, DescentTrainer

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, bert, config, llama, trained
+from tiny.models import VOCAB, bert, llama
+from tiny.training import config, trained
 
 
 deterministic = settings(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import config
+from tiny.training import config
 
 from hf_descent.constraints.state import DualState
 

@@ -16,7 +16,10 @@ from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted, watch
+from tiny.data import classification_data
+from tiny.models import VOCAB, bert
+from tiny.oracles import assert_equal_runs
+from tiny.training import config, fitted, watch
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,

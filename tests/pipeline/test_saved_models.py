@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
-from tiny import VOCAB, bert, classification_data, config, fitted, trained
+from tiny.data import classification_data
+from tiny.models import VOCAB, bert
+from tiny.training import config, fitted, trained
 from transformers import (
     ASTConfig,
     ASTForAudioClassification,

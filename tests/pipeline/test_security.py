@@ -8,7 +8,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 
 from hf_descent import DescentTrainer, SFTDescentConfig
 from hf_descent.commands.evaluate import _results_folder

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from architectures import AUDIO
-from tiny import VOCAB, config, trained
+from tiny.models import VOCAB
+from tiny.training import config, trained
 
 from hf_descent import DescentTrainer
 

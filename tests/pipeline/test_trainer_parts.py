@@ -3,20 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import (
-    InOrder,
-    batches,
-    bert,
-    classification_data,
-    config,
-    fitted,
-    gpt2,
-    language_data,
-    llama,
-    naive_layer_losses,
-    truncated,
-    watch,
-)
+from tiny.data import batches, classification_data, language_data
+from tiny.models import bert, gpt2, llama
+from tiny.oracles import naive_layer_losses, truncated
+from tiny.training import InOrder, config, fitted, watch
 from transformers import AlbertConfig, AlbertForSequenceClassification, TrainerCallback
 
 from hf_descent import DescentTrainer, hp_space

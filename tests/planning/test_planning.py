@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from naive_head import LiveStorage
-from tiny import config
+from tiny.training import config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,

@@ -4,7 +4,9 @@ import pytest
 import torch
 from architectures import AUDIO, FAMILIES, MODELS, TEXT, TwoStage, batch_for, build
 from peft import LoraConfig, get_peft_model
-from tiny import batches, bert, classification_data, config, gpt2, language_data, trained
+from tiny.data import batches, classification_data, language_data
+from tiny.models import bert, gpt2
+from tiny.training import config, trained
 from torch import nn
 from transformers import set_seed
 

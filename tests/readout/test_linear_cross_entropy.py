@@ -15,7 +15,7 @@ from naive_head import (
     naive_sums,
     setting,
 )
-from tiny import TEST_DEVICE
+from tiny.devices import TEST_DEVICE
 from torch import nn
 
 from hf_descent.readout import tiles

@@ -2,7 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from tiny import SIZES, VOCAB, batches, bert, classification_data, config, llama, pool
+from tiny.data import batches, classification_data
+from tiny.models import SIZES, VOCAB, bert, llama
+from tiny.oracles import pool
+from tiny.training import config
 from transformers import (
     BertForSequenceClassification,
     DistilBertConfig,

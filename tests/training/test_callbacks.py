@@ -9,7 +9,9 @@ import pytest
 import torch
 from PIL import Image
 from programs import ROOT, python
-from tiny import Stream, bert, classification_data, config, trained, watch
+from tiny.data import Stream, classification_data
+from tiny.models import bert
+from tiny.training import config, trained, watch
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DualState

@@ -5,7 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, Stream, bert, classification_data, config, llama, trained, word_tokenizer
+from tiny.data import Stream, classification_data
+from tiny.models import VOCAB, bert, llama
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config, trained
 from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, default_data_collator
 
 from hf_descent import DescentTrainer, EmbeddingNoise

@@ -8,7 +8,10 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from datasets import Dataset
-from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
+from tiny.tokenizers import word_tokenizer
+from tiny.training import InOrder, config
 from transformers import (
     DataCollatorForLanguageModeling,
     ReformerConfig,

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 from transformers import AutoModelForSequenceClassification
 
 from hf_descent import DescentTrainer

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from tiny import InOrder, bert, classification_data, config, language_data, llama, trained
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
+from tiny.training import InOrder, config, trained
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -7,19 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from noisy import vit
-from tiny import (
-    batches,
-    bert,
-    classification_data,
-    config,
-    gpt2,
-    language_data,
-    llama,
-    naive_layer_losses,
-    spread,
-    trained,
-    truncated,
-)
+from tiny.data import batches, classification_data, language_data
+from tiny.models import bert, gpt2, llama, spread
+from tiny.oracles import naive_layer_losses, truncated
+from tiny.training import config, trained
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_descent import DescentProblem, DescentTrainer, layer_profile

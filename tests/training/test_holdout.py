@@ -4,19 +4,13 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny import (
-    Stream,
-    assert_equal_runs,
-    batches,
-    bert,
-    classification_data,
-    config,
-    naive_layer_losses,
-    trained,
-    word_tokenizer,
-)
-from tiny_sft import TOKENIZER, texts
-from tiny_sft import llama as tuned_llama
+from tiny.data import Stream, batches, classification_data
+from tiny.models import bert
+from tiny.oracles import assert_equal_runs, naive_layer_losses
+from tiny.sft import TOKENIZER, texts
+from tiny.sft import llama as tuned_llama
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config, trained
 from torch.utils.data import Subset
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (

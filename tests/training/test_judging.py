@@ -1,13 +1,9 @@
 """The problem that a model is judged by."""
 
 import pytest
-from tiny import (
-    bert,
-    classification_data,
-    config,
-    spread,
-    trained,
-)
+from tiny.data import classification_data
+from tiny.models import bert, spread
+from tiny.training import config, trained
 
 from hf_descent import (
     DescentProblem,

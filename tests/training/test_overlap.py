@@ -5,15 +5,11 @@ import copy
 import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
-from tiny import (
-    Stream,
-    bert,
-    classification_data,
-    config,
-    trained,
-)
-from tiny_sft import TOKENIZER, texts
-from tiny_sft import llama as tuned_llama
+from tiny.data import Stream, classification_data
+from tiny.models import bert
+from tiny.sft import TOKENIZER, texts
+from tiny.sft import llama as tuned_llama
+from tiny.training import config, trained
 from torch.utils.data import DataLoader, Subset
 
 from hf_descent import (

@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer

@@ -8,20 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import (
-    VOCAB,
-    InOrder,
-    Stream,
-    batches,
-    bert,
-    classification_data,
-    config,
-    fitted,
-    language_data,
-    llama,
-    spread,
-    word_tokenizer,
-)
+from tiny.data import Stream, batches, classification_data, language_data
+from tiny.models import VOCAB, bert, llama, spread
+from tiny.tokenizers import word_tokenizer
+from tiny.training import InOrder, config, fitted
 from torch.utils.data import DataLoader
 from transformers import (
     BertForSequenceClassification,

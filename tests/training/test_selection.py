@@ -1,7 +1,9 @@
 """Which checkpoint is kept: the rule's definition on small cases, and in a real run."""
 
 import pytest
-from tiny import bert, classification_data, config, language_data, llama, spread, trained
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama, spread
+from tiny.training import config, trained
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer

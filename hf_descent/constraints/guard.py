@@ -29,15 +29,17 @@ growth backs off after each rise (see "Pace"), f_L at rest lies a part of the wa
 standard deviation of a batch's f_L, estimated from the differences between successive steps, so that a trend does not
 count as noise:
 
-    evidence <- [evidence + (f_L - limit) / s - 1/4]   kept within 0 and 12,   of which a step adds at most 3.
+    evidence <- [evidence + (f_L - limit) / s - 1/4]   kept within 0 and 24,   of which a step adds at most 3.
 
-Multipliers grow by the share `1 - evidence / 12` of what the dual rule wants. At 12 they begin to shrink, until the
-evidence is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps
+Multipliers take the share `1 - evidence / 12` of the change that the dual rule wants. From 12 on they stand still, and
+at 24 they begin to shrink. A rise of the loss that ends by itself, as after a step of the optimizer that went too far,
+holds the multipliers where they are but does not undo them. Once they shrink, evidence above 12 no longer counts, and
+they shrink until it is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps
 so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
-rest again. Each time that they begin to shrink, the pace of growth becomes a fifth of what it was. It recovers by 2 %
-in each step without a rise, up to 1: after a single rise it is back there in log 5 / log 1.02 = 82 steps. Where f_L
+rest again. Each time that they begin to shrink, their pace becomes a fifth of what it was. It recovers by 2 % in each
+step that does not shrink them, up to 1: after a single rise it is back there in log 5 / log 1.02 = 82 steps. Where f_L
 keeps coming back to its limit, the pace falls until about as many steps of growth lie between two rises. The form of
 the point of rest does not depend on the pace, which acts as a smaller eta.
 
@@ -61,11 +63,12 @@ class LastLayerGuard:
     SLOW_SHARE = 4  # the slow mean gives the newest of t losses the weight 4/t
     FIRST_BEST = 20  # losses before which no best value is taken
     OF_BEST = 2.0  # standard errors by which the best value is put higher
-    ENOUGH = 12.0  # evidence that makes multipliers shrink
+    ENOUGH = 12.0  # evidence at which multipliers stand still
+    LASTING = 24.0  # evidence at which they begin to shrink
     MOST = 3.0  # evidence that a step may add
     ALLOWED = 0.25  # standard deviations above the limit that are no evidence
     LEAST_NOISE = 1e-3  # of the limit, for losses that hardly vary
-    BACK_OFF = 0.2  # factor of the pace of growth whenever multipliers begin to shrink
+    BACK_OFF = 0.2  # factor of the pace whenever multipliers begin to shrink
     RECOVERY = 1.02  # its factor in each step that does not shrink them
     LEAST_PACE = 0.001
     _NAMES = (
@@ -124,8 +127,9 @@ class LastLayerGuard:
         noise = max(noise, self.LEAST_NOISE * abs(self.limit), torch.finfo(torch.float32).tiny)
 
         excess = (loss - self.limit) / noise - self.ALLOWED
+        most = self.ENOUGH if self.shrinks else self.LASTING
         self.evidence += min(excess, self.MOST)
-        self.evidence = min(max(self.evidence, 0.0), self.ENOUGH)
+        self.evidence = min(max(self.evidence, 0.0), most)
 
     def _add_to_means(self, loss: float) -> None:
         self.count += 1
@@ -146,7 +150,7 @@ class LastLayerGuard:
                 self.variances[index] += weight * (half_square - self.variances[index])
 
     def _set_pace(self) -> None:
-        if self.evidence >= self.ENOUGH and not self.shrinks:
+        if self.evidence >= self.LASTING and not self.shrinks:
             self.shrinks = True
             self.pace = max(self.BACK_OFF * self.pace, self.LEAST_PACE)
         if self.evidence == 0:
@@ -166,11 +170,11 @@ class LastLayerGuard:
         return self.best + self.max_rise * abs(self.best)  # a custom loss may be negative
 
     @property
-    def growth(self) -> float:
-        """The share of its growth that a multiplier may take, from 0 to 1."""
+    def share(self) -> float:
+        """The share of its change that a multiplier may take, from 0 to 1."""
         if self.shrinks:
             return 0.0
-        return self.pace * (1 - self.evidence / self.ENOUGH)
+        return self.pace * max(1 - self.evidence / self.ENOUGH, 0.0)
 
     @property
     def rise(self) -> float | None:

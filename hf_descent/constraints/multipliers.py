@@ -18,9 +18,10 @@ The second term damps: a multiplier stops to grow as soon as its violation falls
 steps, which can be a hundred times those that count in the end, neither hurl the multipliers up nor, as the second
 moment of Adam, slow them down later.
 
-The guard on the last layer (`guard.py`) limits what a rule may do. A multiplier takes only the share `growth` of its
-growth, and with the flag `shrinks` it becomes smaller by the share `SHRINKAGE` at least. The moments of the rule go on
-meanwhile, so that it knows the present violations when it may act again.
+The guard on the last layer (`guard.py`) limits what a rule may do. A multiplier takes only the given share of each
+change, up or down: if growth alone were cut, a violation that swings around zero would take the multipliers down step
+by step. With the flag `shrinks` a multiplier becomes smaller by the share `SHRINKAGE` at least. The moments of the rule
+go on meanwhile, so that it knows the present violations when it may act again.
 
 Multipliers live on the host. A step of them is two dozen operations on a few numbers, which a GPU would take longer to
 launch than to compute.
@@ -94,12 +95,12 @@ class Multipliers:
     def step(
         self,
         violations: torch.Tensor | np.ndarray,
-        growth: float = 1.0,
+        share: float = 1.0,
         shrinks: bool = False,
     ) -> None:
         """One dual step on the violations `[L]`; a step with a non-finite violation changes nothing.
 
-        Of its growth a multiplier takes the share `growth`, from 0 to 1; with `shrinks` all shrink, whatever the
+        Of each change the multipliers take the share `share`, from 0 to 1; with `shrinks` all shrink, whatever the
         violations.
         """
         violations = _as_array(violations)
@@ -113,9 +114,8 @@ class Multipliers:
         ascent = self._direction("", gradient)
         values = (before + self.learning_rate * ascent).clip(min=0, max=self.maximum)
 
-        if growth < 1:
-            change = values - before
-            values = before + np.where(change > 0, growth * change, change)
+        if share < 1:
+            values = before + share * (values - before)
         if shrinks:
             values = np.minimum(values, (1 - self.SHRINKAGE) * before)
 

@@ -231,14 +231,14 @@ class DualState:
         if self.args.normalize_violations:
             violations = violations / self.problem.initial_loss_bound
 
-        growth = 1.0
+        share = 1.0
         shrinks = False
         if self._guard is not None:
-            growth = self._guard.growth
+            share = self._guard.share
             shrinks = self._guard.shrinks
 
         for _ in range(self._steps_per_reading):
-            self._multipliers.step(violations, growth, shrinks)
+            self._multipliers.step(violations, share, shrinks)
 
     @property
     def multipliers(self) -> Multipliers:

@@ -40,7 +40,7 @@ def test_noise_alone_hardly_slows_the_multipliers_down(kind):
         guard, multipliers = LastLayerGuard(0.02), Multipliers(1, 0.02, optim="sgd")
         for loss in draws(kind, 600, seed):
             guard.observe(loss)
-            multipliers.step(torch.ones(1), guard.growth, guard.shrinks)
+            multipliers.step(torch.ones(1), guard.share, guard.shrinks)
         grown.append(multipliers.values.item() / (600 * 0.02))
     assert sum(grown) / len(grown) > 0.85
 
@@ -59,20 +59,49 @@ def test_a_rise_makes_the_multipliers_shrink_until_the_loss_is_back(kind):
     assert guard.rise == pytest.approx(0.5, abs=0.2)
     for loss in losses[200:250]:
         guard.observe(loss)
-    assert not guard.shrinks and guard.growth > 0
+    assert not guard.shrinks and guard.share > 0
+
+
+def test_a_short_rise_holds_the_multipliers_where_they_are():
+    """As after a step of the optimizer that went too far: the loss comes back by itself."""
+    guard = LastLayerGuard(0.02)
+    multipliers = Multipliers(1, 0.02, optim="sgd")
+    values = []
+    for loss in [1.0] * 60 + [1.5] * 7 + [1.0] * 60:
+        guard.observe(loss)
+        multipliers.step(torch.ones(1), guard.share, guard.shrinks)
+        values.append(multipliers.values.item())
+
+    growth = torch.tensor(values).diff()
+    assert growth.min() == 0  # they stood still
+    assert guard.share == 1
+    assert growth[-1].item() == pytest.approx(0.02, rel=1e-4)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam", "pi"])
+def test_a_share_of_each_change_is_a_smaller_step_size(optim):
+    """Up and down alike: a share of growth alone would take multipliers down where violations swing around zero."""
+    violations = 0.05 * torch.randn(300, 2, generator=torch.Generator().manual_seed(0))
+    shared, slower = Multipliers(2, 0.02, optim), Multipliers(2, 0.005, optim)
+    for multipliers in (shared, slower):
+        multipliers.values += 5  # far from zero, where both would stop
+    for violation in violations:
+        shared.step(violation, share=0.25)
+        slower.step(violation)
+    torch.testing.assert_close(shared.values, slower.values, rtol=1e-4, atol=0)
 
 
 def test_after_a_rise_growth_begins_at_a_fifth_and_is_whole_again_after_82_steps():
     guard = LastLayerGuard(0.02)
     for loss in [1.0] * 60 + [1.5] * 20:
         guard.observe(loss)
-    assert guard.shrinks and guard.growth == 0
+    assert guard.shrinks and guard.share == 0
 
     growths = []
     while not growths or growths[-1] < 1:
         guard.observe(0.9)
         if not guard.shrinks:
-            growths.append(guard.growth)
+            growths.append(guard.share)
     assert growths[0] == pytest.approx(0.2 * 1.02)
     assert len(growths) == math.ceil(math.log(5) / math.log(1.02)) == 82
 
@@ -104,7 +133,7 @@ def test_a_falling_loss_is_no_rise_and_its_trend_no_noise():
     guard = LastLayerGuard(0.0)
     for step in range(100):
         guard.observe(5.0 - 0.04 * step)
-        assert not guard.shrinks and guard.growth == 1
+        assert not guard.shrinks and guard.share == 1
     assert max(guard.standard_errors) < 0.04
 
 

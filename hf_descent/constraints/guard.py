@@ -34,8 +34,8 @@ count as noise:
 Multipliers take the share `1 - evidence / 12` of the change that the dual rule wants. From 12 on they stand still, and
 at 24 they begin to shrink. A rise of the loss that ends by itself, as after a step of the optimizer that went too far,
 holds the multipliers where they are but does not undo them. Once they shrink, evidence above 12 no longer counts, and
-they shrink until it is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps
-so far. Its window grows with the run, so that chance does not make f_best lower and lower.
+they shrink until it is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half
+of the steps so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
 rest again. Each time that they begin to shrink, their pace becomes a fifth of what it was. It recovers by 2 % in each

@@ -20,8 +20,8 @@ moment of Adam, slow them down later.
 
 The guard on the last layer (`guard.py`) limits what a rule may do. A multiplier takes only the given share of each
 change, up or down: if growth alone were cut, a violation that swings around zero would take the multipliers down step
-by step. With the flag `shrinks` a multiplier becomes smaller by the share `SHRINKAGE` at least. The moments of the rule
-go on meanwhile, so that it knows the present violations when it may act again.
+by step. With the flag `shrinks` a multiplier becomes smaller by the share `SHRINKAGE` at least. The moments of the
+rule go on meanwhile, so that it knows the present violations when it may act again.
 
 Multipliers live on the host. A step of them is two dozen operations on a few numbers, which a GPU would take longer to
 launch than to compute.

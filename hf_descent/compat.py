@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import output_capturing
 
 
 # ---- private names ----
@@ -51,6 +52,9 @@ PRIVATE_NAMES = {
         "_gradient_checkpointing_func": "what a layer calls to checkpoint itself, before 5.23",
     },
     "transformers.configuration_utils": {"_name_or_path": "where a model was loaded from"},
+    "transformers.utils.output_capturing": {
+        "_output_capturing_hooks_installed": "what marks a model whose hooks are to be taken away",
+    },
     "transformers.utils.generic": {
         "_local_mapping": "the registry of mask functions has no public way to be restored",
     },
@@ -75,6 +79,7 @@ PRIVATE_NAMES = {
         "_buffers": "a module's own, to be put back after a conversion",
         "_call_impl": "the entrance of a module outside of its hooks",
         "_compiled_call_impl": "the same, of a compiled one",
+        "_forward_hooks": "only who adds a hook has a handle to remove it",
         "_parameters": "as `_buffers`",
     },
     "torch.nn.modules.batchnorm": {"_NormBase": "all norms with running statistics"},
@@ -212,6 +217,44 @@ def checkpoint_function(module: nn.Module, handler: Callable) -> Callable | None
         return handler(module, call, *args, **function.keywords)
 
     return handled
+
+
+# ---- captured outputs ----
+
+CAPTURE_MARK = "_output_capturing_hooks_installed"
+
+
+@contextlib.contextmanager
+def capturing_hooks_removed(model: nn.Module) -> Iterator[None]:
+    """Remove the hooks of the first forward inside that is asked for hidden states or attentions.
+
+    transformers leaves them on the modules and marks the model. They do nothing in a later forward, but each call of
+    them takes time. Without the mark the next such forward adds them anew; were it another, they would stay.
+    """
+    modules = list(model.modules())
+    marked = {id(module) for module in modules if CAPTURE_MARK in vars(module)}
+    hooks = {id(module): set(module._forward_hooks) for module in modules}
+    try:
+        yield
+    finally:
+        newly_marked = [
+            module
+            for module in modules
+            if CAPTURE_MARK in vars(module) and id(module) not in marked
+        ]
+        for module in newly_marked:
+            delattr(module, CAPTURE_MARK)
+        if newly_marked:
+            _remove_capturing_hooks(modules, hooks)
+
+
+def _remove_capturing_hooks(modules: list[nn.Module], kept: Mapping[int, set[int]]) -> None:
+    """Remove the hooks of transformers but those `kept`, keys by the id of their module."""
+    for module in modules:
+        for key, hook in list(module._forward_hooks.items()):
+            is_capturing = getattr(hook, "__module__", None) == output_capturing.__name__
+            if is_capturing and key not in kept[id(module)]:
+                del module._forward_hooks[key]
 
 
 # ---- configurations within configurations: without `SubConfigSpec` before transformers 5.20 ----

@@ -101,7 +101,8 @@ def test_few_private_methods_are_overridden():
 def test_listed_names_are_used():
     text = "\n".join(sources().values())
     unused = {name for name in listed() if not re.search(rf"\b{name}\b", text)}
-    assert unused <= {compat.CHECKPOINT_FUNCTION}, "take them out of compat.py"
+    used_there = {compat.CHECKPOINT_FUNCTION, compat.CAPTURE_MARK, "_forward_hooks"}
+    assert unused <= used_there, "take them out of compat.py"
 
 
 def test_nothing_else_asks_for_a_version():

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from ..compat import CHECKPOINT_FUNCTION, checkpoint_function
+from ..compat import CHECKPOINT_FUNCTION, capturing_hooks_removed, checkpoint_function
 
 
 @dataclass
@@ -271,7 +271,7 @@ def _hidden_states(model, inputs):
     arguments = inspect.signature(model.forward).parameters
     if hasattr(model, "config") or "output_hidden_states" in arguments:
         # A forward without that argument raises TypeError.
-        with suppress(TypeError):
+        with suppress(TypeError), capturing_hooks_removed(model):
             outputs = model(**{**inputs, "output_hidden_states": True})
 
     if outputs is None:

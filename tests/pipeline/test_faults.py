@@ -292,12 +292,4 @@ def test_a_long_run_holds_no_more_and_more(tmp_path):
 
     assert len(census.rows) == 10 and memory_after <= memory + 8  # megabytes: the allocator's play
     assert all(later <= earlier for later, earlier in zip(after, before)) and after[-1] <= 3
-
-    # A forward that is asked for hidden states leaves hooks of transformers' own behind, which record nothing later.
-    stock = bert()
-    stock(
-        **{name: value[None] for name, value in DATA[0].items() if name != "labels"},
-        output_hidden_states=True,
-    )
-
-    assert hooks(model) == hooks(stock)
+    assert hooks(model) == 0

@@ -1,5 +1,7 @@
 """Finding the stack of layers, and refusing what has none to share a readout."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -190,6 +192,41 @@ def test_layers_may_lie_in_a_sequential_or_in_groups():
             layer_logits(model, {"x": x})[1],
             model.head(found.layers[1](found.layers[0](model.embed(x)))),
         )
+
+
+def hidden_states(model):
+    outputs = model(**batch_for(model), output_hidden_states=True)
+    return outputs.get("decoder_hidden_states", outputs.get("hidden_states"))
+
+
+def hook_counts(model):
+    return [len(module._forward_hooks) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        "BertForSequenceClassification",
+        "BartForConditionalGeneration",
+        "ViTForImageClassification",
+    ],
+)
+@torch.no_grad()
+def test_hidden_states_can_be_asked_for_after_the_search(name):
+    """The search takes the hooks of transformers away, which every later step would pay for."""
+    model = build(name, MODELS[name])
+    twin = copy.deepcopy(model)
+    find_layer_stack(model, batch_for(model))
+    assert hook_counts(model) == hook_counts(twin)
+
+    # A user's own forward adds them anew, and another search leaves them.
+    for _ in range(2):
+        found, expected = hidden_states(model), hidden_states(twin)
+        assert len(found) == len(expected) == LAYERS + 1
+        assert all(map(torch.equal, found, expected))
+        assert hook_counts(model) == hook_counts(twin)
+        find_layer_stack(model, batch_for(model))
 
 
 def test_errors_are_explained_whatever_they_hold():

@@ -183,7 +183,6 @@ def test_leaves_nothing_behind(bert):
     model.classifier.register_forward_hook(draw)
     model.bert.embeddings.eval()
     batch = batch_for(model)
-    model(**batch, output_hidden_states=True)  # transformers adds hooks the first time
     before, config = state_of(model), copy.deepcopy(model.config)
     random_states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()  # noqa: NPY002
     readout = Readout.probe(model, batch)

@@ -544,16 +544,12 @@ class DescentMixin:
         if gammas is None:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model, settings = evaluation.settings(self, self._readout)
-        # The levels of a perturbation are others than those of training, and of the card.
-        is_noise = kwargs.get("perturbation") is None
-        if is_noise:
-            settings["sigma"] = self.noise_sigma(model)
-            settings["gamma_train"] = self.args.gamma_train
+        settings["sigma"] = self.noise_sigma(model)
+        settings["gamma_train"] = self.args.gamma_train
         settings.update(kwargs)
         curve = noise_curve(model, self._held_out(eval_dataset), gammas, **settings)
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
-        if is_noise:
-            self._run.record.keep_curve(curve, self.state.global_step)
+        self._run.record.keep_curve(curve, self.state.global_step)
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:

@@ -38,7 +38,7 @@ def test_results_are_read_by_their_names(run):
         run.read("eval_results.json") == {"eval_accuracy": 0.5}
         and run.read("test_results.json") == {}
     )
-    assert run.results(NoiseCurve, "typos_curve") == []
+    assert run.results(NoiseCurve, "other_curve") == []
     card = collect(run.path)
     assert card["evaluation"] and card["noise_curve"] and card["layer_profile"]
 

@@ -18,10 +18,10 @@ def run(args: argparse.Namespace):
     for pair in pairs:
         level = f" at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
         print(f"Layers of both runs{level}\n{pair}\n")
-    if pairs and not has_curve(runs, args.curve):
+    if pairs and not has_curve(runs):
         print(next_step("evaluate RUN", "measures a run under noise, which `compare` then tests"))
         return
-    comparison = compare(runs, args.baseline, args.confidence, args.curve)
+    comparison = compare(runs, args.baseline, args.confidence)
     files = save_comparison(comparison, args.output_dir)
     print(f"{comparison}\n\nWritten to {args.output_dir}: {', '.join(files)}")
     print(next_step("card RUN", "writes the model card of the run that you keep"))
@@ -48,8 +48,8 @@ def folders_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
     return [folder for group in groups for folder in group]
 
 
-def has_curve(runs: Sequence[str] | Mapping[str, Sequence[str]], curve: str) -> bool:
-    return any(RunFolder(folder).fresh(f"{curve}.json") for folder in folders_of(runs))
+def has_curve(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> bool:
+    return any(RunFolder(folder).fresh("noise_curve.json") for folder in folders_of(runs))
 
 
 def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySide]:

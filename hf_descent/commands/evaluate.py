@@ -4,8 +4,7 @@ The task is read off the models' architecture; the data comes from flags, from a
 these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
 the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
 `layer_profile.json` and, of a constrained run, `verdict.json`, both also at noise levels
-(`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation. A results folder
-elsewhere also gets the model's `descent_config.json`.
+(`..._gamma_<level>.json`). A results folder elsewhere also gets the model's `descent_config.json`.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from ..configs import DescentArguments, upper_level
 from ..constraints.objectives import objective_class
-from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
+from ..constraints.problem import LARGEST, DescentProblem
 from ..constraints.state import DualState
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser
@@ -37,7 +36,6 @@ from ..data.text import (
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import LayerProfile, layer_profiles, noise_curve
 from ..evaluation.intervals import check_confidence
-from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.side_by_side import plain_profile
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
@@ -56,21 +54,10 @@ class EvaluateArguments:
         help="Noise levels of the noise curve.",
     )
     draws: int = HfArg(default=3, help="How often the noise is drawn at each level.")
-    noise_seed: int = HfArg(
-        default=0, help="Seed of the noise. Models that differ in `seed` still get the same noise."
-    )
-    noise_sigma: float | None = HfArg(
-        default=None,
-        help="Standard deviation of the input, the unit of noise levels. Default: that of the training.",
-    )
     profile_gammas: list[float] | None = HfArg(
         default=None,
         help="Noise levels at which every layer is measured. Default: 0, that of the training, and the largest of "
         "`eval_gammas`.",
-    )
-    perturbation_rates: list[float] | None = HfArg(
-        default=None,
-        help="Also measure typing errors (texts) or salt-and-pepper noise (videos) at these rates, from 0 to 1.",
     )
     confidence: float = HfArg(default=0.95, help="Confidence level of the verdicts.")
     per_device_eval_batch_size: int = HfArg(
@@ -86,9 +73,6 @@ class EvaluateArguments:
         limits = {
             "draws": 1,
             "per_device_eval_batch_size": 1,
-            "noise_seed": 0,
-            "noise_sigma": SMALLEST,
-            "perturbation_rates": (0, 1),
             "eval_gammas": (0, LARGEST),
             "profile_gammas": (0, LARGEST),
         }
@@ -103,26 +87,18 @@ class Task:
     rows: Dataset
     also_selected: bool  # see `Certificate`
     settings: dict[str, Any]  # of `noise_curve` and `layer_profiles`
-    perturbed_rows: Dataset | None = None  # as a perturbation takes them
-    perturbation: Any = None
 
 
 def classification_task(name: str, args: DataArguments) -> Task:
-    """Accuracy of a text classifier; typing errors perturb its raw texts."""
+    """Accuracy of a text classifier."""
     tokenizer = load_tokenizer(name)
     model = load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
     split, also_selected = _held_out(texts, name, args)
 
-    return Task(
-        model,
-        rows=tokenize(texts, tokenizer, limit)[split],
-        also_selected=also_selected,
-        settings={"processing_class": tokenizer},
-        perturbed_rows=texts[split],
-        perturbation=Typos(tokenizer, limit),
-    )
+    rows = tokenize(texts, tokenizer, limit)[split]
+    return Task(model, rows, also_selected, {"processing_class": tokenizer})
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
@@ -172,7 +148,7 @@ def denoising_task(name: str, args: VideoArguments) -> Task:
     split, also_selected = _held_out(clips, name, args)
     rows = args.draw("test", task.rows(clips[split]))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
-    return Task(model, rows, also_selected, settings, rows, salt_and_pepper)
+    return Task(model, rows, also_selected, settings)
 
 
 @dataclass
@@ -257,11 +233,6 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
     summary = RunFolder(name).summary
-    if args.perturbation_rates is not None and task.perturbation is None:
-        raise ValueError(
-            f"`perturbation_rates` is {args.perturbation_rates}, but completions get no typing errors: leave it out."
-        )
-
     loss = summary.get("layer_loss_fn")
     if loss:
         raise ValueError(
@@ -276,7 +247,15 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     task.model.to(best_device())
     settings = _settings(task, args, summary)
     gamma_train = upper_level(summary.get("noise_gamma"))
-    results = _curves(task, args, settings, gamma_train)
+    curve = noise_curve(
+        task.model,
+        task.rows,
+        args.eval_gammas,
+        gamma_train=gamma_train,
+        draws=args.draws,
+        **settings,
+    )
+    results = {"noise_curve": curve}
     headline = None
     for profile in _profiles(task, args, settings, name, gamma_train):
         results[f"layer_profile{profile.ending}"] = profile
@@ -296,8 +275,6 @@ def _settings(task: Task, args: EvaluateArguments, summary: Mapping[str, Any]) -
     """What curves and profiles take alike."""
     settings = {
         **task.settings,
-        "seed": args.noise_seed,
-        "sigma": args.noise_sigma,
         "batch_size": args.per_device_eval_batch_size,
         "progress": True,
     }
@@ -305,34 +282,6 @@ def _settings(task: Task, args: EvaluateArguments, summary: Mapping[str, Any]) -
     if epsilon:  # as in training, whose targets the verdict is about
         settings["layer_loss_fn"] = LabelSmoother(epsilon)
     return settings
-
-
-def _curves(
-    task: Task, args: EvaluateArguments, settings: Mapping[str, Any], gamma_train: float | None
-) -> dict[str, Any]:
-    """The noise curve and, where rates are given, that of a perturbation, by the names of their files."""
-    curve = noise_curve(
-        task.model,
-        task.rows,
-        args.eval_gammas,
-        gamma_train=gamma_train,
-        draws=args.draws,
-        **settings,
-    )
-
-    curves = {"noise_curve": curve}
-    if args.perturbation_rates is not None:
-        curve = noise_curve(
-            task.model,
-            task.perturbed_rows,
-            args.perturbation_rates,
-            perturbation=task.perturbation,
-            draws=args.draws,
-            **settings,
-        )
-        curves[f"{curve.settings['perturbation']}_curve"] = curve
-
-    return curves
 
 
 def _profiles(

@@ -33,11 +33,6 @@ def compare(parser: argparse.ArgumentParser) -> None:
         "--confidence", type=float, default=0.95, help="confidence of all outcomes together"
     )
     parser.add_argument(
-        "--curve",
-        default="noise_curve",
-        help="the curve to compare: noise_curve, typos_curve or salt_and_pepper_curve",
-    )
-    parser.add_argument(
         "--output_dir", default="comparison", help="folder for comparison.json and the figures"
     )
 

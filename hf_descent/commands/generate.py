@@ -38,10 +38,6 @@ class GenerateArguments:
 
     output: str = HfArg(help="JSON file for the answers.")
     gamma: float = HfArg(default=0.0, help="Noise level on the embedding of every token.")
-    sigma: float | None = HfArg(
-        default=None,
-        help="Standard deviation of the embeddings, the unit of the noise level. Default: that of the training.",
-    )
     seed: int = HfArg(default=0, help="Seed of the noise.")
     instructions: str = HfArg(
         default=ALPACA_EVAL,
@@ -123,7 +119,7 @@ def _answers(
     """The answers to all prompts, batch by batch."""
     noise = None
     if args.gamma:
-        noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma)
+        noise = EmbeddingNoise(model, args.gamma, args.seed)
 
     collate = DataCollatorWithPadding(tokenizer)
     texts = []

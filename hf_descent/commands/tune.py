@@ -1,9 +1,9 @@
 """`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation rows, by Optuna.
 
-Every trial is a whole run of the command (`classify`, ...) in its own folder, judged by the metric at one noise level
-on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output folder, under a
-name made of their settings: the same search goes on after an interruption (one process at a time), another one starts
-from the beginning. Feasible trials rank before infeasible ones; baselines have no constraints.
+Every trial is a whole run of the command (`classify`, ...) in its own folder, judged by the metric at the noise level
+of training on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output
+folder, under a name made of their settings: the same search goes on after an interruption (one process at a time),
+another one starts from the beginning. Feasible trials rank before infeasible ones; baselines have no constraints.
 """
 
 import importlib
@@ -17,7 +17,6 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers.hf_argparser import HfArg
 
-from ..constraints.problem import LARGEST
 from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
 from ..files import write_json
@@ -42,12 +41,9 @@ class TuneArguments:
         default=None,
         help="Ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'. Of three or more values, one is taken.",
     )
-    tune_gamma: float | None = HfArg(
-        default=None, help="Noise level to judge runs at. Default: the largest of the training."
-    )
 
     def __post_init__(self):
-        check_arguments(self, {"n_trials": 1, "tune_gamma": (0, LARGEST)})
+        check_arguments(self, {"n_trials": 1})
 
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
@@ -72,7 +68,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
             "`with_plain` is for a single training, not for every trial: leave it out."
         )
 
-    gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
+    gamma = float(args.gamma_train)
     ranges = search_space(tune_args, args)
     for name in ("test_split", "test_file", "test_files"):
         if hasattr(data_args, name):  # so that the reports of the command are on validation rows

@@ -1,7 +1,7 @@
 """Measures a model on held-out data: at each noise level (`noise_curves`) and at each layer (`profiles`), with a
 verdict on its constraints (`certificates`).
 
-Reading order: `row_sums`, `fingerprints`, `intervals`, `scoring`, `noise_curves`, `perturbations`, `price`,
+Reading order: `row_sums`, `fingerprints`, `intervals`, `scoring`, `noise_curves`, `price`,
 `certificates`, `profiles`, `side_by_side`, `comparison`, `plots`.
 """
 

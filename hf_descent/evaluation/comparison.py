@@ -52,15 +52,15 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`, if there is one
 
     @classmethod
-    def load(cls, folder: str, curve: str = "noise_curve", needs_curve: bool = True) -> "Run":
-        """Reads a run's folder; ValueError where it `needs_curve` and holds none of that name of its last training."""
+    def load(cls, folder: str, needs_curve: bool = True) -> "Run":
+        """Reads a run's folder; ValueError where it `needs_curve` and holds none of its last training."""
         run = RunFolder(folder)
-        curves = run.results(NoiseCurve, curve)
+        curves = run.results(NoiseCurve, "noise_curve")
         if needs_curve and not run.path.is_dir():
             raise ValueError(f"There is no folder {folder!r}.")
         if needs_curve and not curves:
             raise ValueError(
-                f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder}`."
+                f"{folder} holds no noise_curve.json of its last training; run `hf-descent evaluate {folder}`."
             )
         profiles = {
             profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def gamma_train(self) -> float | None:
-        """The (largest) level of the training noise, also where the curve is of another perturbation."""
+        """The (largest) level of the training noise."""
         of_curve = None if self.curve is None else self.curve.gamma_train
         return upper_level(self.summary.get("noise_gamma", of_curve))
 
@@ -401,7 +401,6 @@ def compare(
     runs: Sequence[str] | Mapping[str, Sequence[str]],
     baseline: str | None = None,
     confidence: float = 0.95,
-    curve: str = "noise_curve",
 ) -> Comparison:
     """Reads runs and tests every group of them against a baseline.
 
@@ -410,16 +409,13 @@ def compare(
             the end, the seed (`descent-1`, `descent-2`); or the groups themselves, name -> folders.
         baseline (`str`, *optional*): name of the group to compare with; the first where not given.
         confidence (`float`): level at which all verdicts hold together (Bonferroni over the groups).
-        curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
 
     ValueError for a folder that was not evaluated, two runs of a group with the same seed, fewer than two groups, runs
     that were not evaluated alike, or a bad confidence.
     """
     check_confidence(confidence)
     folders = runs if isinstance(runs, Mapping) else _grouped(runs)
-    groups = {
-        name: [Run.load(folder, curve) for folder in group] for name, group in folders.items()
-    }
+    groups = {name: [Run.load(folder) for folder in group] for name, group in folders.items()}
     check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():
         _check_seeds(name, group)

@@ -1,7 +1,7 @@
 """The noise curve: a model's metric and loss against the noise level of its input."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,12 +26,10 @@ from .scoring import (
     metric_of_rows,
     metric_value,
     name_of,
-    noise_key,
     noisy,
 )
 
 
-Perturbation = Callable[[Mapping, float, np.random.Generator], Mapping]
 SUMMARIES = ("auc", "auc_over_range", "auc_id", "auc_ood", "mean_over_levels")
 
 
@@ -41,7 +39,7 @@ class NoiseCurve(Result):
 
     Attributes:
         metric (`str`): name of the metric.
-        gammas (float64 `[G]`): increasing noise levels, in units of the clean signal's standard deviation, or rates.
+        gammas (float64 `[G]`): increasing noise levels, in units of the clean signal's standard deviation.
         values (float64 `[G, draws]`): the metric; level 0 repeats its one value.
         losses (float64 `[G, draws]`): the task loss.
         gamma_train (`float`, *optional*): the training level; levels up to it are in-distribution (ID), others
@@ -198,7 +196,6 @@ def noise_curve(
     seed: int = 0,
     sigma: float | None = None,
     gamma_train: float | Sequence[float] | None = None,
-    perturbation: Perturbation | None = None,
     noise: EmbeddingNoise | None = None,
     **settings,
 ) -> NoiseCurve:
@@ -213,34 +210,30 @@ def noise_curve(
         draws (`int`): noise draws per level (level 0 is evaluated once).
         seed, sigma: see [`EmbeddingNoise`].
         gamma_train (`float` or `(float, float)`, *optional*): the training level, of a range the upper end.
-        perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
-            (see [`~evaluation.perturbations`]); rows are collated for every level and draw. Results call it by its
-            attribute `name`, or else by the function's name.
         noise ([`EmbeddingNoise`], *optional*): noise with its own seed and sigma; its level is not used.
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError for no levels or draws, an empty dataset, labels that do not suit the metric, `perturbation` with
-    `noise` or a `DataLoader`, or `noise` that is attached already.
+    ValueError for no levels or draws, an empty dataset, labels that do not suit the metric, or `noise` that is
+    attached already.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     trained = levels_of("gamma_train", () if gamma_train is None else gamma_train)
-    _check_arguments(gammas, draws, dataset, perturbation, noise)
-    if noise is None and perturbation is None and any(gammas):
+    _check_arguments(gammas, draws, noise)
+    if noise is None and any(gammas):
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
 
     evaluation = Evaluation(model, dataset, **settings)
-    perturbed = _PerturbedModel(evaluation, noise, perturbation, seed)
+    noisy_model = _NoisyModel(evaluation, noise)
     rows = MetricRows(evaluation.accelerator)
     losses = np.zeros((len(gammas), draws, 2))  # loss sums, items
     fingerprint = Fingerprint(evaluation.accelerator)
     # Its router's loss, which a mixture of experts adds, is no part of the task loss.
     router_flags = config_flags(model.modules(), ["output_router_logits"])
     with evaluating(model), switched_off(router_flags):
-        for index, batch in evaluation.batches("Noise curve", as_rows=perturbation is not None):
-            first = perturbed.inputs(batch, index, gammas[0], 0)
-            fingerprint.add(index, evaluation.fingerprint(first))
-            metric_sums, loss_sums = perturbed.sums(batch, index, gammas, draws)
+        for index, inputs in evaluation.batches("Noise curve"):
+            fingerprint.add(index, evaluation.fingerprint(inputs))
+            metric_sums, loss_sums = noisy_model.sums(inputs, index, gammas, draws)
             rows.add(index, metric_sums)
             losses += loss_sums
 
@@ -257,7 +250,7 @@ def noise_curve(
         "samples": None,
         "data": fingerprint.text(),
         "sigma": None if noise is None else noise.sigma,
-        "perturbation": _name_of_perturbation(noise, perturbation),
+        "perturbation": "gaussian" if noise is None else noise.name,
     }
     if has_length(dataset) and not isinstance(dataset, DataLoader):
         conditions["samples"] = len(dataset)
@@ -278,18 +271,11 @@ def noise_curve(
 def _check_arguments(
     gammas: list[float],
     draws: int,
-    dataset: Dataset | DataLoader,
-    perturbation: Perturbation | None,
     noise: EmbeddingNoise | None,
 ) -> None:
     if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
         raise ValueError(
             f"`gammas` is {gammas}, `draws` is {draws}; give one or more of each, levels from 0 on."
-        )
-
-    if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
-        raise ValueError(
-            "`perturbation` changes rows before they are collated; give a data set, and no `noise`."
         )
 
     if noise is not None and noise.is_attached:
@@ -298,24 +284,16 @@ def _check_arguments(
         )
 
 
-class _PerturbedModel:
-    """A model whose input is perturbed: by noise of its embeddings, or row by row before they are collated."""
+class _NoisyModel:
+    """A model with noise on its input."""
 
-    def __init__(
-        self,
-        evaluation: Evaluation,
-        noise: EmbeddingNoise | None,
-        perturbation: Perturbation | None,
-        seed: int,
-    ):
+    def __init__(self, evaluation: Evaluation, noise: EmbeddingNoise | None):
         self._evaluation = evaluation
         self._noise = noise
-        self._perturbation = perturbation
-        self._seed = seed
         self._readout: Readout | None = None  # found on the first batch
 
     def sums(
-        self, batch: Any, index: int, gammas: Sequence[float], draws: int
+        self, inputs: Mapping[str, Any], index: int, gammas: Sequence[float], draws: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """(metric sum, metric count) of each row `[rows, levels, draws, 2]`, and (loss sum, items) of the batch
         `[levels, draws, 2]`."""
@@ -324,7 +302,6 @@ class _PerturbedModel:
         for gamma in gammas:
             for draw in range(draws):
                 if gamma or draw == 0:  # without noise, one draw stands for all
-                    inputs = self.inputs(batch, index, gamma, draw)
                     outputs = self.outputs(inputs, index, gamma, draw)
                     of_rows = self._evaluation.metric_sums(outputs, inputs)
                     of_batch = self._evaluation.loss_sums(outputs, inputs)
@@ -333,18 +310,6 @@ class _PerturbedModel:
 
         shape = (len(gammas), draws, 2)
         return np.stack(metric_sums, axis=1).reshape(-1, *shape), np.reshape(loss_sums, shape)
-
-    def inputs(self, batch: Any, index: int, gamma: float, draw: int) -> Mapping[str, Any]:
-        """The inputs of a batch: as they are, or from its rows, perturbed at one level."""
-        if self._perturbation is None:
-            return batch
-        first = index * self._evaluation.batch_size
-        rows = []
-        for number, row in enumerate(batch, start=first):
-            # Equal numbers get equal errors.
-            stream = np.random.SeedSequence(self._seed, spawn_key=noise_key(draw, gamma, number))
-            rows.append(self._perturbation(row, gamma, np.random.default_rng(stream)))
-        return self._evaluation.collate(rows)
 
     def outputs(self, inputs: Mapping[str, Any], index: int, gamma: float, draw: int) -> Any:
         """The model's outputs, or those of the custom readout of its last layer."""
@@ -360,9 +325,3 @@ class _PerturbedModel:
             task.check_loss_function()
         with noisy(self._noise, gamma, draw, index):
             return self._readout.last_outputs(model_inputs)
-
-
-def _name_of_perturbation(noise: EmbeddingNoise | None, perturbation: Perturbation | None) -> str:
-    if perturbation is not None:
-        return getattr(perturbation, "name", name_of(perturbation))
-    return "gaussian" if noise is None else noise.name

@@ -12,7 +12,6 @@ from ..files import atomic_write, plain
 from .certificates import Certificate
 from .comparison import Comparison, Run, shared_levels
 from .lens import Lens
-from .noise_curves import NoiseCurve
 
 
 with extra_needed("A figure"):
@@ -78,17 +77,10 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
         place = {"transform": axes.get_xaxis_transform(), "ha": "right"}
         axes.text(gamma, 0.01, "training level ", **place, color="0.4", size=8)
 
-    axes.set(xlabel=_name_of_levels(curve), ylabel=curve.metric)
+    levels = "noise level (1: the standard deviation of the clean input)"
+    axes.set(xlabel=levels, ylabel=curve.metric)
     figure.legend(*axes.get_legend_handles_labels(), **LEGEND)
     return figure
-
-
-def _name_of_levels(curve: NoiseCurve) -> str:
-    """What the levels of a curve are."""
-    kind = curve.settings.get("perturbation", "gaussian")
-    if kind == "gaussian" or curve.settings.get("sigma") is not None:
-        return "noise level (1: the standard deviation of the clean input)"
-    return f"rate of {kind.replace('_', ' ')}"
 
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:

@@ -121,16 +121,11 @@ class Evaluation:
         """Whether the metric needs logits; for the accuracy [`TokenStatistics`] are enough."""
         return self.metric != "accuracy"
 
-    def collate(self, rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The inputs that `batches` makes of these rows."""
-        return self._prepare(self._collate(rows))
-
-    def batches(self, title: str = "", as_rows: bool = False) -> Iterator[tuple[int, Any]]:
-        """(index, inputs) of this process's batches, as the model takes them, or (index, rows) for `collate`."""
+    def batches(self, title: str = "") -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """(index, inputs) of this process's batches, as the model takes them."""
         loader = self.dataset
         if not isinstance(loader, DataLoader):
-            collate = list if as_rows else self._collate
-            loader = DataLoader(loader, int(self.batch_size), collate_fn=collate)
+            loader = DataLoader(loader, int(self.batch_size), collate_fn=self._collate)
 
         first = 0
         step = 1
@@ -144,7 +139,7 @@ class Evaluation:
 
         numbered = islice(enumerate(loader), first, None, step)
         for index, batch in progress_bar(numbered, self.progress, desc=title, total=total):
-            yield index, batch if as_rows else self._prepare(batch)
+            yield index, self._prepare(batch)
 
     def _prepare(self, batch):
         inputs = send_to_device(batch, next(self.model.parameters()).device)
@@ -275,18 +270,14 @@ def metric_of_rows(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
     return value + off
 
 
-def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
-    """Key of [`EmbeddingNoise.reseed`]: by the level itself, so that grids that share a level share its noise."""
-    return draw, round(gamma * 1e6), batch
-
-
 def noisy(
     noise: EmbeddingNoise | None, gamma: float, draw: int, batch: int
 ) -> AbstractContextManager:
     """Within it the model's input has the noise of this level, draw and batch; without noise at level 0."""
     if noise is None or not gamma:
         return nullcontext()
-    return noise.at(gamma, *noise_key(draw, gamma, batch))
+    # The key has the level itself, so that grids that share a level share its noise.
+    return noise.at(gamma, draw, round(gamma * 1e6), batch)
 
 
 def _added_up(values: torch.Tensor, counts: torch.Tensor, inputs: Mapping[str, Any]) -> np.ndarray:

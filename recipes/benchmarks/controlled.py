@@ -27,7 +27,6 @@ from hf_descent.commands import demo
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import tokenize
 from hf_descent.data.video import VideoArguments, load_clips
-from hf_descent.evaluation.perturbations import Typos, salt_and_pepper
 from hf_descent.loading import load_tokenizer
 
 
@@ -150,17 +149,51 @@ def video(
     return train[:4096], select[:512], {"test": test[:512], "another video": other[:512]}
 
 
-def blur(row: dict, level: float, generator: np.random.Generator) -> dict:
-    """Each frame, or window of one, under a Gaussian of `level` pixels."""
+def blur(row: dict) -> dict:
+    """Each frame, or window of one, under a Gaussian of one pixel."""
     pixels = row["pixel_values"]
     frames = pixels.reshape(
         len(pixels), *(pixels.shape[1:] if pixels.dim() == 3 else (WINDOW, WINDOW))
     ).numpy()
-    return row | {
-        "pixel_values": torch.from_numpy(gaussian_filter(frames, (0, level, level))).reshape(
-            pixels.shape
-        )
-    }
+    blurred = torch.from_numpy(gaussian_filter(frames, (0, 1, 1)))
+    return row | {"pixel_values": blurred.reshape(pixels.shape)}
+
+
+def salt_and_pepper(row: dict, generator: np.random.Generator) -> dict:
+    """A tenth of the pixels are dead: they have the least or the greatest value. The labels stay clean."""
+    pixels = row["pixel_values"].numpy().copy()
+    is_dead = generator.random(pixels.shape) < 0.1
+    extremes = np.where(generator.random(pixels.shape) < 0.5, pixels.min(), pixels.max())
+    pixels[is_dead] = extremes[is_dead]
+    return row | {"pixel_values": torch.from_numpy(pixels)}
+
+
+def misspell(text: str, generator: np.random.Generator) -> str:
+    """`text`, a tenth of whose letters are left out, doubled, swapped with the next character, or replaced by a
+    neighbour on an English keyboard."""
+    typed = []
+    characters = iter(text)
+    for letter in characters:
+        if letter.isalpha() and generator.random() < 0.1:
+            kind = generator.integers(4)
+            if kind == 0:
+                letter = ""
+            elif kind == 1:
+                letter *= 2
+            elif kind == 2:
+                letter = next(characters, "") + letter
+            else:
+                letter = generator.choice(neighbours(letter))
+        typed.append(letter)
+    return "".join(typed)
+
+
+def neighbours(letter: str) -> list[str]:
+    for row in ("qwertyuiop", "asdfghjkl", "zxcvbnm"):
+        place = row.find(letter.lower())
+        if place >= 0:
+            return [*row[max(0, place - 1) : place], *row[place + 1 : place + 2]]
+    return [letter]
 
 
 def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
@@ -199,11 +232,13 @@ def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float,
     found = {"select": layers(demo.rows_of(select)).losses.tolist(), "seconds": seconds}
     for name, clips in tests.items():
         rows = demo.rows_of(clips)
+        generator = np.random.default_rng(0)
+        dead = [salt_and_pepper(row, generator) for row in rows]
         found[name] = {
             "losses": layers(rows).losses.tolist(),
             "noise": curve(rows, GAMMAS[task]).mean.tolist(),
-            "salt and pepper": curve(rows, [0.1], perturbation=salt_and_pepper).mean.tolist(),
-            "blur": curve(rows, [1.0], perturbation=blur).mean.tolist(),
+            "salt and pepper": curve(dead, [0.0]).mean.tolist(),
+            "blur": curve(list(map(blur, rows)), [0.0]).mean.tolist(),
         }
     return found
 
@@ -260,11 +295,10 @@ def classify(
         partial(trainer.evaluate_robustness, metric="accuracy"),
     )
     found["test"]["noise"] = curve(tokens["test"].select(first), GAMMAS[task]).mean.tolist()
-    typing, rows = (
-        Typos(tokenizer, 64),
-        texts["test"].rename_column("label", "labels").select(first),
-    )
-    found["test"]["typos"] = curve(rows, [0.1], perturbation=typing).mean.tolist()
+    generator = np.random.default_rng(0)
+    typed = texts["test"].select(first).map(lambda row: {"text": misspell(row["text"], generator)})
+    typed = tokenize(DatasetDict(train=typed), tokenizer, 64)["train"]
+    found["test"]["typos"] = curve(typed, [0.0]).mean.tolist()
     return found
 
 

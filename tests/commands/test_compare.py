@@ -55,14 +55,12 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(folders, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_another_curve_is_compared_at_another_confidence(folders, tmp_path, capsys, named):
+def test_runs_are_compared_at_another_confidence(folders, tmp_path, capsys, named):
     for (name, seed), folder in folders.items():
         accuracies = np.linspace(0.4, 0.5, 6) + 0.2 * (name == "erm") + 0.01 * seed
-        make_curve(accuracies).to_json(f"{folder}/typos_curve.json")
+        make_curve(accuracies).to_json(f"{folder}/noise_curve.json")
     words = [f"{name}={folder}" if named else folder for (name, _), folder in folders.items()]
     words += [
-        "--curve",
-        "typos_curve",
         "--confidence",
         "0.9",
         "--output_dir",

@@ -13,8 +13,6 @@ from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, build_model, measure_sigma
 from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser
 from hf_descent.data.video import VideoArguments, load_clips
-from hf_descent.evaluation.perturbations import salt_and_pepper
-from hf_descent.evaluation.scoring import noise_key
 
 
 SIZES = {"split_by": "time", "split_gap": 0, "num_frames": 4, "frame_size": 32, "patch_size": 8}
@@ -146,37 +144,6 @@ def test_rows_are_drawn_at_random(workplace, limit):
         assert torch.equal(drawn, in_order[places]) and not torch.equal(
             drawn, in_order[: len(drawn)]
         )
-
-
-@pytest.mark.parametrize("recipe", ["video-ut", "video-vit"])
-def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, recipe):
-    folder = smoke(f"{recipe}/descent.yaml", "--max_steps", "2")
-    videos = {f"{name}_files": [str(workplace / f"{name}.avi")] for name in ("train", "test")}
-    flags = [
-        word
-        for name, value in {**videos, **SIZES}.items()
-        for word in (f"--{name}", *map(str, np.atleast_1d(value)))
-    ]
-    cli.main(["evaluate", str(folder), *flags, "--perturbation_rates", "0", "0.5", "--draws", "1"])
-    found = results_of(folder, "salt_and_pepper_curve")["values"]
-
-    args = VideoArguments(**videos, **SIZES)
-    model, task = load_denoiser(str(folder))
-    rows = args.draw("test", task.rows(load_clips(args)["test"]))
-    for rate, value in zip((0.0, 0.5), found):
-        errors = []
-        for number, row in enumerate(rows):
-            generator = np.random.default_rng(
-                np.random.SeedSequence(0, spawn_key=noise_key(0, rate, number))
-            )
-            dead = torch.from_numpy(salt_and_pepper(row, rate, generator)["pixel_values"])
-            given, clean = (
-                task.collate([{"pixel_values": each}])["pixel_values"]
-                for each in (dead, row["pixel_values"])
-            )
-            with torch.no_grad():
-                errors.append((model(given).logits - clean).square().mean().item())
-        assert value == pytest.approx([255 / task.pixel_range * np.mean(errors) ** 0.5], rel=1e-4)
 
 
 def test_tuning_reads_no_test_videos(workplace, tmp_path, monkeypatch):

@@ -99,8 +99,6 @@ def test_answers_are_those_of_generate_under_the_same_noise(answers, model):
     assert [row["output"] for row in answers("clean.json", batch_size=1)] != [
         row["output"] for row in rows
     ]
-    wide, strong = answers("wide.json", gamma=1.5, sigma=1.0), answers("strong.json", gamma=3.0)
-    assert [row["output"] for row in wide] == [row["output"] for row in strong]
 
 
 @pytest.mark.parametrize(

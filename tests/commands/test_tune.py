@@ -61,7 +61,7 @@ def test_trials_have_no_plain_training_beside_them(command, tmp_path):
 
 
 def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
-    argv = [*command, "--output_dir", str(tmp_path), "--tune_gamma", "0.5"]
+    argv = [*command, "--output_dir", str(tmp_path), "--noise_gamma", "0.5"]
     cli.main([*argv, "--n_trials", "1"])
     cli.main([*argv, "--n_trials", "3"])
     written = json.loads((tmp_path / "study.json").read_text())
@@ -130,7 +130,7 @@ def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
     cli.main([*argv, "2"])
     first = trials()
     space = '{"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}'
-    for flags in (["--tune_gamma", "0.5"], ["--search_space", space], ["--max_steps", "5"]):
+    for flags in (["--noise_gamma", "0.5"], ["--search_space", space], ["--max_steps", "5"]):
         cli.main([*argv, "1", *flags])
         assert len(trials()) == 1
     cli.main([*argv, "3"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -188,7 +187,7 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
         {"batch_size": 5},
         {"samples": 61},
         {"data": "other rows"},
-        {"perturbation": "typos"},
+        {"perturbation": "gaussian (Own)"},
     )  # as many rows
     for change in ({"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
         made = {} if change in settings else change
@@ -250,7 +249,7 @@ def test_what_proves_nothing_is_refused_or_said(tmp_path):
     )
 
 
-def test_feasible_is_meant_at_the_training_noise_whatever_the_curve(tmp_path):
+def test_feasible_is_meant_at_the_training_noise(tmp_path):
     run = make_run([0.5, 0.6], objective="descent")
     run.summary["noise_gamma"], run.profiles[0.0] = (
         [1.0, 2.0],
@@ -258,9 +257,7 @@ def test_feasible_is_meant_at_the_training_noise_whatever_the_curve(tmp_path):
     )
     run.profiles[2.0] = make_profile([0.9, 0.6, 0.4], 2.0, False)
     folder = save_run(tmp_path / "run", run)
-    replace(run.curve, gamma_train=None).to_json(tmp_path / "run" / "typos_curve.json")
-    for curve in ("noise_curve", "typos_curve"):
-        assert Run.load(folder, curve).feasible is False
+    assert Run.load(folder).feasible is False
 
 
 def test_all_verdicts_hold_together(tmp_path):

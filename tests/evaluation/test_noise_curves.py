@@ -16,7 +16,6 @@ from transformers import default_data_collator
 
 from hf_descent import DescentProblem, EmbeddingNoise
 from hf_descent.evaluation import NoiseCurve, layer_profile, noise_curve
-from hf_descent.evaluation.perturbations import salt_and_pepper
 
 
 def curve(
@@ -222,9 +221,6 @@ def test_bad_input_is_refused():
         pytest.raises(ValueError, match="`noise` is attached"),
     ):
         noise_curve(model, data, [1.0], noise=noise)
-    for rows, given in ((data, {"noise": noise}), (DataLoader(data), {})):
-        with pytest.raises(ValueError, match="give a data set, and no `noise`"):
-            noise_curve(model, rows, [1.0], perturbation=salt_and_pepper, **given)
     with pytest.raises(ValueError, match="`gammas` is"):
         noise_curve(model, data, [])
     with pytest.raises(ValueError, match="`draws` is 0"):
@@ -248,32 +244,3 @@ def test_streams_and_loaders_are_read_once_and_say_no_number_of_samples():
             curve.settings["samples"] is None
             and curve.settings["data"] == expected.settings["data"]
         )
-
-
-def test_perturbed_rows_are_collated_for_every_level_and_draw():
-    model, rows = bert(), classification_data(20)
-    seen = []
-
-    def swap(row, level, generator):
-        seen.append((level, generator.random()))
-        ids = torch.where(torch.as_tensor(generator.random(10)) < level, 7, row["input_ids"])
-        return {**row, "input_ids": ids}
-
-    curve = noise_curve(model, rows, [0.0, 0.5, 1.0], draws=2, batch_size=8, perturbation=swap)
-    assert curve.settings["perturbation"] == "swap"
-    swap.name = "sevens"
-    assert (
-        noise_curve(model, rows[:1], [0.0], perturbation=swap).settings["perturbation"] == "sevens"
-    )
-    assert curve.losses[0, 0] == pytest.approx(
-        noise_curve(model, rows, [0.0]).losses[0, 0], rel=1e-6
-    )
-    constant = [{**row, "input_ids": torch.full((10,), 7)} for row in rows]
-    np.testing.assert_allclose(
-        curve.losses[2], noise_curve(model, constant, [0.0]).losses[0, 0], rtol=1e-6
-    )
-    first = set(seen)
-    seen.clear()
-    noise_curve(bert(seed=1), rows, [0.5], draws=2, batch_size=5, perturbation=swap)
-    assert len(set(seen)) == 40
-    assert set(seen) < first  # another model, grid and batch size: the same errors

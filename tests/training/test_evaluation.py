@@ -1,4 +1,3 @@
-import json
 import math
 from itertools import pairwise
 
@@ -518,19 +517,6 @@ def test_noise_levels_are_taken_as_one_number_or_several(tmp_path, gammas):
     )
     for profile, level in zip(layer_profiles(bert(), DATA[:8], gammas), plain, strict=True):
         assert profile.gamma == level
-
-
-def test_the_levels_of_a_perturbation_are_not_those_of_the_noise(tmp_path):
-    args = config(tmp_path, noise_gamma=0.5, noise_sigma=1.0, eval_gammas=[0.0, 1.0])
-    trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8])
-    of_noise = trainer.evaluate_robustness()
-    masked = trainer.evaluate_robustness(
-        gammas=[0.0, 0.9], perturbation=lambda row, rate, generator: row
-    )
-    assert (of_noise.gamma_train, masked.gamma_train) == (0.5, None)
-    trainer.save_model()
-    trainer.create_model_card()
-    assert json.loads((tmp_path / "noise_curve.json").read_text())["gammas"] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ The start is the first step beyond the others, in steps, less that of the first 
 
 import statistics
 import tempfile
+from functools import partial
 
 import torch
 from harness import Clock, parser, report, take_turns
@@ -26,90 +27,144 @@ NOISE = {
     "dust": {"noise_gamma": 0.15},
 }
 OBJECTIVES = ("erm", "descent", "deep_supervision", "hinge", "quadratic", "fixed")
+STOCK = "stock Trainer"
 HELD_OUT = "descent, held-out rows"  # half of them move the multipliers
 ARMS = {
-    "stock Trainer": None,
-    **{name: {"objective": name} for name in ("erm", "descent")},
+    STOCK: None,
+    "erm": {"objective": "erm"},
+    "descent": {"objective": "descent"},
     "descent, compiled": {"objective": "descent", "torch_compile": True},
     HELD_OUT: {"objective": "descent"},
     "neftune": {"objective": "erm", "neftune_noise_alpha": 5.0},
     **{f"{name}+noise": {"objective": name} for name in OBJECTIVES},
 }
+FEWEST_ROWS = 400  # half of them are enough to be held out
 
 
 def model_and_data(options):
     """A new model, and rows for a run's steps."""
-    count = max(400, options.batch * options.steps)  # half of them are enough to be held out
-    if options.model != "bert":
-        classes = {
-            "ut": (UTForVideoDenoising, UTConfig),
-            "dust": (DustForVideoDenoising, DustConfig),
-        }
-        model_class, config_class = classes[options.model]
-        clips = torch.rand(count, 10, 256)  # [clips, frames, pixels]
-        return model_class(config_class(num_hidden_layers=options.layers)), [
-            {"pixel_values": clip, "labels": clip} for clip in clips
-        ]
+    count = max(FEWEST_ROWS, options.batch * options.steps)
+    if options.model == "bert":
+        return text_classifier(options), text_rows(options, count)
+    return video_denoiser(options), clip_rows(count)
+
+
+def text_classifier(options):
     config = BertConfig(
-        vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 32,
-    )  # fmt: skip
+        vocab_size=options.vocab,
+        hidden_size=options.hidden,
+        intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 32,
+    )
+    return BertForSequenceClassification(config)
+
+
+def text_rows(options, count):
     mask = torch.ones(options.length, dtype=torch.long)
     ids = torch.randint(5, options.vocab, (count, options.length))
-    rows = [
+    return [
         {"input_ids": row, "attention_mask": mask, "labels": index % 2}
         for index, row in enumerate(ids)
     ]
-    return BertForSequenceClassification(config), rows
+
+
+def video_denoiser(options):
+    if options.model == "ut":
+        return UTForVideoDenoising(UTConfig(num_hidden_layers=options.layers))
+    return DustForVideoDenoising(DustConfig(num_hidden_layers=options.layers))
+
+
+def clip_rows(count):
+    clips = torch.rand(count, 10, 256)  # [clips, frames, pixels]
+    return [{"pixel_values": clip, "labels": clip} for clip in clips]
+
+
+def stock_settings(options):
+    """The arguments that every arm has."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": options.batch,
+        "max_steps": options.steps,
+        "learning_rate": 1e-5,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "log_level": "error",
+    }
+
+
+def descent_settings(name, options):
+    """The further arguments of an arm of this package."""
+    settings = {
+        "descent_alpha": 0.05,
+        "initial_loss_bound": 0.7,
+        "dual_warmup_steps": 0,
+        "negative_weights": "keep",
+        "fixed_multipliers": [1.0] * options.layers,
+    }
+    settings.update(ARMS[name])
+    if "noise" in name:
+        settings.update(NOISE[options.model])
+    return settings
+
+
+def build_trainer(name, options, clock):
+    """The trainer of an arm, with a model of its own."""
+    torch.manual_seed(0)
+    model, data = model_and_data(options)
+    settings = stock_settings(options)
+    if name == STOCK:
+        args = TrainingArguments(**settings)
+        return Trainer(model, args, train_dataset=data, callbacks=[clock])
+
+    rows = {"train_dataset": data}
+    if name == HELD_OUT:
+        half = len(data) // 2
+        rows = {"train_dataset": data[:half], "dual_dataset": data[half:]}
+
+    args = DescentConfig(**settings, **descent_settings(name, options))
+    return DescentTrainer(model, args, callbacks=[clock], **rows)
+
+
+def train_once(trainer, clock, options):
+    """Seconds of a step, the first one left out, and those that the first one takes more."""
+    trainer.train()
+    which = 0
+    if options.processor_time:
+        which = 1
+
+    seconds = [step[which] for step in clock.steps[-options.steps :]]
+    first, *others = seconds
+    return statistics.fmean(others), first - statistics.median(others)
 
 
 def measure(options):
     """Seconds of a step of each arm, and the start of each, in each round."""
-    settings = {
-        "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
-        "use_cpu": not torch.cuda.is_available(), "log_level": "error", "learning_rate": 1e-5,
-    }  # fmt: skip
-    problem = {
-        "descent_alpha": 0.05, "initial_loss_bound": 0.7, "dual_warmup_steps": 0, "negative_weights": "keep",
-        "fixed_multipliers": [1.0] * options.layers,
-    }  # fmt: skip
-    names = (
-        options.arms
-        if all("noise" in name for name in options.arms)
-        else ["stock Trainer", *options.arms]
-    )
+    names = options.arms
+    if not all("noise" in name for name in names):
+        names = [STOCK, *names]
+
     arms = {}
     for name in dict.fromkeys(names):
-        torch.manual_seed(0)
-        (model, data), clock = model_and_data(options), Clock()
-        if ARMS[name] is None:
-            trainer = Trainer(
-                model, TrainingArguments(**settings), train_dataset=data, callbacks=[clock]
-            )
-        else:
-            noise = NOISE[options.model] if "noise" in name else {}
-            args = DescentConfig(**settings, **problem, **ARMS[name], **noise)
-            rows = {"train_dataset": data}
-            if name == HELD_OUT:
-                half = len(data) // 2
-                rows = {"train_dataset": data[:half], "dual_dataset": data[half:]}
-            trainer = DescentTrainer(model, args, callbacks=[clock], **rows)
+        clock = Clock()
+        trainer = build_trainer(name, options, clock)
+        arms[name] = partial(train_once, trainer, clock, options)
 
-        def step(trainer=trainer, clock=clock):
-            trainer.train()
-            first, *others = [
-                times[options.processor_time] for times in clock.steps[-options.steps :]
-            ]
-            return statistics.fmean(others), first - statistics.median(others)
+    turns = take_turns(arms, options.rounds)
+    seconds = {name: [step for step, _ in of_arm] for name, of_arm in turns.items()}
+    return seconds, starts_of(turns)
 
-        arms[name] = step
-    found = take_turns(arms, options.rounds)
-    seconds = {name: [step for step, _ in turns] for name, turns in found.items()}
-    plain = next(iter(found.values()))
-    return seconds, {
-        name: [(start - base) / step for (step, start), (_, base) in zip(turns, plain)]
-        for name, turns in found.items()
+
+def starts_of(turns):
+    """The start of each arm in steps of its own, less that of the first arm, in each round."""
+    first_arm = next(iter(turns.values()))
+    plain = [start for _, start in first_arm]
+    return {
+        name: [(start - base) / step for (step, start), base in zip(of_arm, plain)]
+        for name, of_arm in turns.items()
     }
 
 
@@ -123,6 +178,7 @@ def main():
         "--processor_time", action="store_true", help="instead of the clock's, on a busy machine"
     )
     options = command.parse_args()
+
     torch.set_num_threads(options.threads)
     seconds, starts = measure(options)
     for name, steps in starts.items():

@@ -51,39 +51,39 @@ ARMS = {
     "subsampled-compiled": "ours, default, layers compiled",
 }
 CHUNK = 32768  # classes at once in TRL's chunked loss, as TRL has it
+RESULT = "RESULT "  # begins the line with what a process measured
 DESCENT = {"initial_loss_bound": 10.0, "dual_warmup_steps": 0}  # else the package's defaults
 
 
 def by_head(model, hidden, labels):
     """The loss of a layer as the model's own of the last one, with all logits."""
     if hasattr(model, "bert"):
-        return F.cross_entropy(model.classifier(model.dropout(model.bert.pooler(hidden))), labels)
+        pooled = model.bert.pooler(hidden)
+        return F.cross_entropy(model.classifier(model.dropout(pooled)), labels)
     logits = model.lm_head(model.model.norm(hidden))
     return model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
 
 
 def rows_of(model, hidden, labels):
     """[tokens, hidden], the head's weight, and the label of each of these tokens."""
-    return (
-        model.model.norm(hidden)[:, :-1].flatten(0, 1),
-        model.lm_head.weight,
-        labels[:, 1:].flatten(),
-    )
+    rows = model.model.norm(hidden)[:, :-1].flatten(0, 1)
+    return rows, model.lm_head.weight, labels[:, 1:].flatten()
 
 
 def by_torch(model, hidden, labels):
-    return F.linear_cross_entropy(
-        *rows_of(model, hidden, labels), options=torch.nn.LinearCrossEntropyOptions()
-    )
+    rows, weight, labels = rows_of(model, hidden, labels)
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(rows, weight, labels, options=options)
 
 
 def by_trl(model, hidden, labels):
     from trl.kernels import ChunkedLogProbFunction
 
     rows, weight, labels = rows_of(model, hidden, labels)
-    return -ChunkedLogProbFunction.apply(rows, weight, None, labels, 1.0, CHUNK, None, 1.0, ())[
-        0
-    ].mean()
+    log_probs, *_ = ChunkedLogProbFunction.apply(
+        rows, weight, None, labels, 1.0, CHUNK, None, 1.0, ()
+    )
+    return -log_probs.mean()
 
 
 class NaiveTrainer(transformers.Trainer):
@@ -93,24 +93,50 @@ class NaiveTrainer(transformers.Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         model = inner_model(model)  # that of adapters
-        body, hidden_states = getattr(model, "bert", None) or model.model, []
-        layers = body.encoder.layer if hasattr(body, "encoder") else body.layers
-        hooks = [
-            layer.register_forward_hook(lambda module, args, out: hidden_states.append(out))
-            for layer in layers
-        ]
-        body(**{name: value for name, value in inputs.items() if name != "labels"})
-        for hook in hooks:
-            hook.remove()
-        losses = torch.stack(
-            [self.read(model, state, inputs["labels"]) for state in hidden_states]
-        )  # [layers]
-        return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses.float()
+        labels = inputs["labels"]
+        hidden_states = states_of_layers(model, inputs)
+        losses = [self.read(model, state, labels) for state in hidden_states]
+        losses = torch.stack(losses).float()  # [layers]
+        weights = torch.linspace(0.5, 1.5, len(losses), device=losses.device)
+        return weights @ losses
 
 
-STOCK = {"erm": transformers.Trainer, "naive": NaiveTrainer}
-for name, read in (("torch", by_torch), ("trl", by_trl)):
-    STOCK[name] = type(name, (NaiveTrainer,), {"read": staticmethod(read)})
+def states_of_layers(model, inputs):
+    """What each layer returns in one forward pass without the head."""
+    if hasattr(model, "bert"):
+        body = model.bert
+        layers = body.encoder.layer
+    else:
+        body = model.model
+        layers = body.layers
+
+    states = []
+
+    def keep(module, args, output):
+        states.append(output)
+
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    body(**{name: value for name, value in inputs.items() if name != "labels"})
+    for hook in hooks:
+        hook.remove()
+
+    return states
+
+
+class TorchTrainer(NaiveTrainer):
+    read = staticmethod(by_torch)
+
+
+class TRLTrainer(NaiveTrainer):
+    read = staticmethod(by_trl)
+
+
+STOCK = {
+    "erm": transformers.Trainer,
+    "naive": NaiveTrainer,
+    "torch": TorchTrainer,
+    "trl": TRLTrainer,
+}
 
 
 class StatisticsTrainer(DescentTrainer):
@@ -119,94 +145,152 @@ class StatisticsTrainer(DescentTrainer):
     logs_tokens = True
 
 
+# ---- models, arguments, data ----
+
+
 def build_model(options, device=None, shape=lambda config: config):
     """The model, by default on a GPU where there is one; `shape` may change the config of a random one."""
     torch.manual_seed(0)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = torch.bfloat16 if options.bf16 else torch.float32
-    sizes = {
-        "vocab_size": options.vocab, "hidden_size": options.hidden, "intermediate_size": options.intermediate,
-        "num_hidden_layers": options.layers, "num_attention_heads": options.heads,
-        "max_position_embeddings": options.length,
-    }  # fmt: skip
-    if options.model:
-        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(
-            device
-        )
-    elif options.classes:
-        config = shape(transformers.BertConfig(**sizes, num_labels=options.classes))
-        model = transformers.BertForSequenceClassification(config).to(device, dtype)
-    else:
-        with device:
-            config = shape(transformers.LlamaConfig(**sizes, num_key_value_heads=options.kv_heads))
-            model = transformers.LlamaForCausalLM(config).to(dtype)
-    if options.lora:
-        from peft import LoraConfig, get_peft_model
+    device = device_of(device)
+    dtype = torch.float32
+    if options.bf16:
+        dtype = torch.bfloat16
 
-        model = get_peft_model(
-            model, LoraConfig(r=6, lora_alpha=8, lora_dropout=0.05, task_type="CAUSAL_LM")
-        )
+    if options.model:
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        model = model.to(device)
+    elif options.classes:
+        config = transformers.BertConfig(**sizes_of(options), num_labels=options.classes)
+        model = transformers.BertForSequenceClassification(shape(config)).to(device, dtype)
+    else:
+        config = transformers.LlamaConfig(**sizes_of(options), num_key_value_heads=options.kv_heads)
+        with device:
+            model = transformers.LlamaForCausalLM(shape(config)).to(dtype)
+
+    if options.lora:
+        model = with_adapters(model)
     return model
+
+
+def device_of(name):
+    """The device of this name; without one a GPU where there is one."""
+    if name is not None:
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def sizes_of(options):
+    """The arguments that the configurations of random models share."""
+    return {
+        "vocab_size": options.vocab,
+        "hidden_size": options.hidden,
+        "intermediate_size": options.intermediate,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "max_position_embeddings": options.length,
+    }
+
+
+def with_adapters(model):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=6, lora_alpha=8, lora_dropout=0.05, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
 
 
 def arguments(name, options):
     """The training arguments of an arm."""
     kind, _, compiled = name.partition("-")
-    settings = {
-        "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
-        "activation_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
-        "torch_compile_backend": options.compiler if compiled else None,
-    }  # fmt: skip
-    if kind == "sft":
-        from trl import SFTConfig
+    settings = stock_settings(options)
+    if compiled:
+        settings["torch_compile_backend"] = options.compiler
 
-        return SFTConfig(
-            **settings, bf16=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True}
-        )
+    if kind == "sft":
+        return sft_config(settings)
     if kind in STOCK:
         return transformers.TrainingArguments(**settings)
-    asked = (
-        {"descent_alpha": None, "exit_targets": {options.layers // 2: 0.1}}
-        if kind == "exit"
-        else {}
-    )
-    return DescentConfig(
-        **settings, **DESCENT | asked, readout_token_fraction=1.0 if "exact" in kind else None
-    )
+
+    settings.update(DESCENT)
+    if kind == "exit":
+        settings.update(descent_alpha=None, exit_targets={options.layers // 2: 0.1})
+    if "exact" in kind:
+        settings["readout_token_fraction"] = 1.0
+    return DescentConfig(**settings)
+
+
+def stock_settings(options):
+    """The arguments that every arm has."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": options.batch,
+        "max_steps": options.steps,
+        "activation_checkpointing": options.checkpointing,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+    }
+
+
+def sft_config(settings):
+    from trl import SFTConfig
+
+    own = {"bf16": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    return SFTConfig(**settings, **own)
 
 
 def build_trainer(name, options, callbacks):
+    """The trainer of an arm, with a model and rows of its own."""
     ids = token_ids(options, options.batch * options.steps)
-    labels = [index % options.classes for index in range(len(ids))] if options.classes else ids
-    data = Dataset.from_dict({"input_ids": ids, "labels": labels})
+    labels = ids
+    if options.classes:
+        labels = [index % options.classes for index in range(len(ids))]
+
     common = {
         "model": build_model(options),
         "args": arguments(name, options),
-        "train_dataset": data,
+        "train_dataset": Dataset.from_dict({"input_ids": ids, "labels": labels}),
+        "callbacks": callbacks,
     }
     if name == "sft":
         from trl import SFTTrainer
 
-        return SFTTrainer(processing_class=tokenizer(), callbacks=callbacks, **common)
-    ours = StatisticsTrainer if name.endswith("+") else DescentTrainer
-    return STOCK.get(name.partition("-")[0], ours)(callbacks=callbacks, **common)
+        return SFTTrainer(processing_class=tokenizer(), **common)
+    return trainer_class(name)(**common)
+
+
+def trainer_class(name):
+    kind, _, _ = name.partition("-")
+    if kind in STOCK:
+        return STOCK[kind]
+    if name.endswith("+"):
+        return StatisticsTrainer
+    return DescentTrainer
 
 
 def token_ids(options, rows):
     """Rows of tokens, random or of the text given."""
     if not options.text_file:
         return torch.randint(options.vocab, (rows, options.length)).tolist()
-    kind = options.text_file.rsplit(".", 1)[-1].replace("jsonl", "json").replace("txt", "text")
-    texts = load_dataset(kind, data_files=options.text_file, split="train")[options.text_column]
-    encode, ids = transformers.AutoTokenizer.from_pretrained(options.model), []
-    for text in texts:
+
+    needed = rows * options.length
+    encode = transformers.AutoTokenizer.from_pretrained(options.model)
+    ids = []
+    for text in texts_of(options):
         ids += encode(text)["input_ids"]
-        if len(ids) >= rows * options.length:
-            return torch.tensor(ids[: rows * options.length]).view(rows, -1).tolist()
-    raise SystemExit(
-        f"{options.text_file} has {len(ids)} tokens; {rows * options.length} are needed."
-    )
+        if len(ids) >= needed:
+            return torch.tensor(ids[:needed]).view(rows, -1).tolist()
+    raise SystemExit(f"{options.text_file} has {len(ids)} tokens; {needed} are needed.")
+
+
+def texts_of(options):
+    ending = options.text_file.rsplit(".", 1)[-1]
+    kind = {"jsonl": "json", "txt": "text"}.get(ending, ending)
+    data = load_dataset(kind, data_files=options.text_file, split="train")
+    return data[options.text_column]
 
 
 def tokenizer():
@@ -221,6 +305,9 @@ def tokenizer():
     )
 
 
+# ---- measuring ----
+
+
 def run_arm(name, options):
     """(wall, processor) seconds of the steps after the first two; those that the first takes more; the peak of memory
     in bytes."""
@@ -229,98 +316,149 @@ def run_arm(name, options):
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # the model was made in float32
     trainer.train()
+
+    first, _, *steps = clock.steps
+    usual = [statistics.median(seconds) for seconds in zip(*steps)]
+    start = [begun - each for begun, each in zip(first, usual)]
+    return {"steps": steps, "start": start, "peak": peak_memory()}
+
+
+def peak_memory():
+    """Bytes: of the GPU, or of the whole process where there is none."""
     if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    steps = clock.steps[2:]
-    start = [
-        first - statistics.median(others) for first, others in zip(clock.steps[0], zip(*steps))
-    ]
-    return {"steps": steps, "start": start, "peak": peak}
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def run_floor(options):
     """Operations of the plain step and of the largest product (with a language model's head), and its seconds."""
     model = build_model(options, "meta")
-    ids = torch.zeros(options.batch, options.length, dtype=torch.long, device="meta")
-    with (
-        FlopCounterMode(display=False) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-    ):  # whose products are counted
-        model(input_ids=ids, labels=ids[:, 0] if options.classes else ids).loss.backward()
+    largest = largest_product(model, options)
     tokens = options.batch * (options.length - 1)
-    largest = (
-        model.bert.encoder.layer[0].intermediate.dense
-        if options.classes
-        else model.get_output_embeddings()
-    )
-    place = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": model.dtype}
-    rows, weight = (
-        torch.randn(*shape, **place) for shape in ((tokens, options.hidden), largest.weight.shape)
-    )
-    scores, clock = rows @ weight.t(), Clock()
+    return {
+        "erm": operations_of_plain_step(model, options),
+        "product": 2 * tokens * largest.weight.numel(),
+        "steps": time_of_product(tokens, largest.weight.shape, model.dtype),
+    }
+
+
+def largest_product(model, options):
+    if options.classes:
+        return model.bert.encoder.layer[0].intermediate.dense
+    return model.get_output_embeddings()
+
+
+def operations_of_plain_step(model, options):
+    ids = torch.zeros(options.batch, options.length, dtype=torch.long, device="meta")
+    labels = ids
+    if options.classes:
+        labels = ids[:, 0]
+    # The products of other kinds of attention are not counted.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(input_ids=ids, labels=labels).loss.backward()
+    return counter.get_total_flops()
+
+
+def time_of_product(tokens, shape, dtype):
+    """(wall, processor) seconds of the product of as many tokens with a weight of this shape, ten times."""
+    device = device_of(None)
+    width = shape[1]
+    rows = torch.randn(tokens, width, device=device, dtype=dtype)
+    weight = torch.randn(*shape, device=device, dtype=dtype)
+    scores = rows @ weight.t()
+
+    clock = Clock()
     for _ in range(10):
         clock.on_step_begin(None, None, None)
         torch.mm(rows, weight.t(), out=scores)
         clock.on_step_end(None, None, None)
-    return {
-        "erm": counter.get_total_flops(),
-        "product": 2 * tokens * weight.numel(),
-        "steps": clock.steps,
-    }
+    return clock.steps
 
 
 def rounds_of(runs, clock=0):
     """By arm and round, by wall or processor time: seconds of a step; and the start in steps of its own, less that of
     the stock Trainer where it takes part."""
-    seconds = {
-        name: [statistics.median(step[clock] for step in run["steps"]) for run in runs[name]]
-        for name in runs
-    }
-    starts = {name: [run["start"][clock] for run in runs[name]] for name in runs if name != "floor"}
-    plain = starts.get("erm", [0.0] * len(runs["floor"]))
-    return seconds, {
-        name: [(start - base) / step for start, base, step in zip(found, plain, seconds[name])]
-        for name, found in starts.items()
-    }
+    seconds = {}
+    for name, of_arm in runs.items():
+        seconds[name] = [statistics.median(step[clock] for step in run["steps"]) for run in of_arm]
+
+    begun = {}
+    for name, of_arm in runs.items():
+        if name != "floor":
+            begun[name] = [run["start"][clock] for run in of_arm]
+
+    plain = begun.get("erm", [0.0] * len(runs["floor"]))
+    starts = {}
+    for name, of_arm in begun.items():
+        rounds = zip(of_arm, plain, seconds[name])
+        starts[name] = [(start - base) / step for start, base, step in rounds]
+    return seconds, starts
 
 
 def products(options, runs, name):
     """The operations of a step of an arm, as a number of largest products."""
     floor = runs["floor"][0]
-    # With the head, beyond those of the plain step; that of a classifier is too small to count.
-    more = 0 if options.classes or name.startswith(("erm", "sft")) else options.layers - 1
-    return floor["erm"] / floor["product"] + more * (2 if options.lora else 3)
+    plain = floor["erm"] / floor["product"]
+    if options.classes or name.startswith(("erm", "sft")):
+        return plain  # a classifier's head is too small to count
+
+    products_of_head = 3  # forward, and the gradients of states and weight
+    if options.lora:
+        products_of_head = 2
+    return plain + (options.layers - 1) * products_of_head
+
+
+# ---- reporting ----
 
 
 def report(options, runs):
-    arms = [name for name in runs if name != "floor"]
-    baselines = [name for name in ("erm", "sft", "naive", "erm-compiled") if name in arms]
-    peak = {name: statistics.median(run["peak"] for run in runs[name]) for name in arms}
     for clock, title in enumerate(("wall time", "processor time")):
-        seconds, starts = rounds_of(runs, clock)
-        fastest = statistics.median(seconds["floor"])
-        rate = runs["floor"][0]["product"] / fastest / 1e9
-        print(f"{title}: largest product at {rate:.0f} GFLOP/s; /NAME: against that arm")
-        columns = "".join(f"{f'/{name}'[:7]:>8}" for name in baselines)
-        print(f"{'':40} {'s a step (quartiles)':>22}{columns}  floor  start  peak MB{columns}")
-        for name in arms:
-            low, middle, high = quartiles(
-                [step[clock] for run in runs[name] for step in run["steps"]]
-            )
-            share = products(options, runs, name) * fastest / middle
-            floor = " " * 7 if name.startswith(("subsampled", "exit")) else f"{share:7.2f}"
-            times = "".join(f"{ratios(seconds, other)[name][1]:8.2f}" for other in baselines)
-            peaks = "".join(f"{peak[name] / peak[other]:8.2f}" for other in baselines)
-            print(f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}"
-                  f"{statistics.median(starts[name]):7.1f} {peak[name] / 2**20:8.0f}{peaks}")  # fmt: skip
+        print_table(options, runs, clock, title)
     write(options.output, options=vars(options), runs=runs)
 
 
-def main():
-    sizes = {"layers": 8, "hidden": 256, "intermediate": 688, "heads": 4, "kv_heads": 4, "vocab": 32000, "batch": 4,
-             "length": 256, "steps": 6, "classes": 0}  # fmt: skip
+def print_table(options, runs, clock, title):
+    """Time of a step of each arm, the share of it that its products need, its start, and its memory."""
+    arms = [name for name in runs if name != "floor"]
+    baselines = [name for name in ("erm", "sft", "naive", "erm-compiled") if name in arms]
+    peaks = {name: statistics.median(run["peak"] for run in runs[name]) for name in arms}
+    seconds, starts = rounds_of(runs, clock)
+    fastest = statistics.median(seconds["floor"])
+    ratios_to = {other: ratios(seconds, other) for other in baselines}
+
+    rate = runs["floor"][0]["product"] / fastest / 1e9
+    print(f"{title}: largest product at {rate:.0f} GFLOP/s; /NAME: against that arm")
+    columns = "".join(f"{f'/{name}'[:7]:>8}" for name in baselines)
+    print(f"{'':40} {'s a step (quartiles)':>22}{columns}  floor  start  peak MB{columns}")
+
+    for name in arms:
+        steps = [step[clock] for run in runs[name] for step in run["steps"]]
+        low, middle, high = quartiles(steps)
+        times = "".join(f"{ratios_to[other][name][1]:8.2f}" for other in baselines)
+        memory = "".join(f"{peaks[name] / peaks[other]:8.2f}" for other in baselines)
+        floor = " " * 7
+        if not name.startswith(("subsampled", "exit")):
+            floor = f"{products(options, runs, name) * fastest / middle:7.2f}"
+
+        print(
+            f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}"
+            f"{statistics.median(starts[name]):7.1f} {peaks[name] / 2**20:8.0f}{memory}"
+        )
+
+
+def parse():
+    sizes = {
+        "layers": 8,
+        "hidden": 256,
+        "intermediate": 688,
+        "heads": 4,
+        "kv_heads": 4,
+        "vocab": 32000,
+        "batch": 4,
+        "length": 256,
+        "steps": 6,
+        "classes": 0,
+    }
     command = parser(__doc__, **sizes)
     command.set_defaults(rounds=3)
     command.add_argument(
@@ -334,33 +472,44 @@ def main():
     command.add_argument("--arms", nargs="+", choices=[*ARMS, "floor"])
     command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = command.parse_args()
-    torch.set_num_threads(options.threads)
+
     if options.arms is None:
-        every = [name for name in ARMS if "compiled" not in name]
-        options.arms = ["erm", "naive", "exact"] if options.classes else every
+        options.arms = usual_arms(options)
     if options.model:
         config = transformers.AutoConfig.from_pretrained(options.model)
-        options.layers, options.hidden = config.num_hidden_layers, config.hidden_size
+        options.layers = config.num_hidden_layers
+        options.hidden = config.hidden_size
         options.vocab = config.vocab_size
+    return options
+
+
+def usual_arms(options):
+    if options.classes:
+        return ["erm", "naive", "exact"]
+    return [name for name in ARMS if "compiled" not in name]
+
+
+def run_child(name):
+    """What a process of its own measures of an arm."""
+    command = [sys.executable, *sys.argv, "--child", "--arms", name]  # the last --arms counts
+    done = subprocess.run(command, capture_output=True, text=True)
+    results = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    if not results:
+        raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+    return json.loads(results[-1].removeprefix(RESULT))
+
+
+def main():
+    options = parse()
+    torch.set_num_threads(options.threads)
     if options.child:
         (arm,) = options.arms
-        print("RESULT", json.dumps(run_floor(options) if arm == "floor" else run_arm(arm, options)))
+        measured = run_floor(options) if arm == "floor" else run_arm(arm, options)
+        print(f"{RESULT}{json.dumps(measured)}")
         return
 
-    def child(name):
-        command = [sys.executable, *sys.argv, "--child", "--arms", name]  # the last --arms counts
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
-        return json.loads(lines[-1].removeprefix("RESULT "))
-
-    report(
-        options,
-        take_turns(
-            {name: partial(child, name) for name in ("floor", *options.arms)}, options.rounds, 0
-        ),
-    )
+    arms = {name: partial(run_child, name) for name in ("floor", *options.arms)}
+    report(options, take_turns(arms, options.rounds, warm_ups=0))
 
 
 if __name__ == "__main__":

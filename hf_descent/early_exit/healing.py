@@ -7,7 +7,7 @@ Sources: Hinton et al. (2015), "Distilling the Knowledge in a Neural Network", a
 "The Unreasonable Ineffectiveness of the Deeper Layers", arXiv 2403.17887, which heals after leaving out layers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,20 +16,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.utils import logging
 
-from ..losses.task import TaskLoss
-from ..readout.head import HeadReadout
-from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, with_decoder_inputs
 from ..readout.replay import Readout, evaluating
-from ..readout.stack import embeddings, intercepted
-from .divergence import HeadInput, divergences, token_divergences
+from ..readout.stack import LayerStack, intercepted
+from .heads import check_exit_head, layers_of_exit, prepare_exit_head
 from .layer_sets import LayerSetProfile, layer_set_profile
 from .partial import PartialForward
+from .predictions import PredictionReader, of_tokens
 from .truncation import example_inputs, keep_layers
-
-
-logger = logging.get_logger(__name__)
 
 
 class HealingTrainer(Trainer):
@@ -44,13 +38,16 @@ class HealingTrainer(Trainer):
         model (`PreTrainedModel`): the whole model, which is left as it is. Merge a PEFT model first.
         args (`TrainingArguments`, *optional*): as of `Trainer`.
         layers (sequence of `int`): the layers to keep, increasing numbers in 1..L, such as `[*range(1, 16), 30]`.
+        exit_head (`str`, *optional*): train this in front of the head, in place of the layers that follow a gap:
+            "norm", the final norm; "affine", a map behind it, which training leaves as a part of the head's weight;
+            "block", a copy of layer L behind `layers`. The model is frozen.
         train_all (`bool`): train all weights, not only the layers that follow the gap.
         token_fraction (`float`): share of the labelled tokens that a step of a language model reads, in (0, 1].
         inputs (`dict`, *optional*): a batch for `model(**inputs)`, as of [`keep_layers`].
         arguments: `train_dataset`, `data_collator`, `processing_class` and the others of `Trainer`.
 
-    ValueError where the layers cannot be left out, none is left out, or nothing would be trained; for several labels a
-    row, weights that are shared out over processes, or several GPUs in one process.
+    ValueError where the layers cannot be left out, none is left out, nothing would be trained, or there is no such
+    exit head; for several labels a row, weights that are shared out over processes, or several GPUs in one process.
 
     Example:
 
@@ -67,6 +64,7 @@ class HealingTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         layers: Sequence[int],
+        exit_head: str | None = None,
         train_all: bool = False,
         token_fraction: float = 1.0,
         inputs: Mapping[str, Any] | None = None,
@@ -74,19 +72,30 @@ class HealingTrainer(Trainer):
     ):
         if not 0 < token_fraction <= 1:
             raise ValueError(f"`token_fraction` is {token_fraction}; give a share in (0, 1].")
-        short = keep_layers(model, layers, inputs)
+        check_exit_head(exit_head)
+        if exit_head is not None and train_all:
+            raise ValueError(
+                f"`exit_head` is {exit_head!r} and `train_all` True; give one of them."
+            )
         batch = example_inputs(model) if inputs is None else inputs
         whole_stack = Readout.probe(model, batch).stack
+        layers = layers_of_exit(layers, whole_stack.num_layers, exit_head)
+        short = keep_layers(model, layers, inputs)
         stack = Readout.probe(short, batch).stack
-        shared = shared_layers(layers, whole_stack.num_layers, train_all)
+        shared = shared_layers(layers, whole_stack.num_layers)
 
-        if not train_all:
-            short.requires_grad_(False)
-            for layer in stack.layers[shared:]:
-                layer.requires_grad_(True)
+        callbacks = []
+        if train_all:
+            shared = 0
+        elif exit_head in ("norm", "affine"):
+            callbacks = prepare_exit_head(short, stack, batch, exit_head)
+        else:
+            _train_layers_from(shared, short, stack, whole_stack.num_layers)
 
         super().__init__(short, args, **arguments)
         _check_arguments(self)
+        for callback in callbacks:
+            self.add_callback(callback)
 
         self.whole_model = model.to(self.args.device)
         self.layers = list(layers)
@@ -96,26 +105,26 @@ class HealingTrainer(Trainer):
         self._whole_stack = whole_stack
         self._stack = stack
         self._shared = shared
-        self._task = None
-        self._tokens = None
+        self._reader = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The divergence of a batch; with its outputs, whose logits are made only for `compute_metrics`."""
         self._prepare_reading(inputs)
         needs_logits = return_outputs and self.compute_metrics is not None
-        by_head = self._tokens is not None and not needs_logits
+        by_head = self._reader.reads_heads and not needs_logits
 
         whole = self.read_whole(inputs, by_head)
 
         forward = PartialForward(model, self._stack)
         rest = partial(forward, self._shared + 1, self._stack.num_layers, whole.last_shared)
         with forward.attached():
-            outputs = self._run(self.model, rest, inputs, by_head)
+            outputs = self._reader.outputs(self.model, rest, inputs, by_head)
 
         if by_head:
             losses, items = self._token_losses(whole.outputs, outputs, inputs)
         else:
-            losses, items = self._item_losses(whole.outputs, outputs, inputs)
+            losses = self._reader.item_divergences(whole.outputs, outputs, inputs)
+            items = losses.numel()
 
         loss = losses.sum() / max(losses.numel(), 1)
         if num_items_in_batch is not None:
@@ -161,75 +170,27 @@ class HealingTrainer(Trainer):
         """
         shared = self._whole_stack.layers[: self._shared]
         with evaluating(self.whole_model), self.accelerator.autocast(), last_output(shared) as last:
-            outputs = self._run(self.whole_model, self.whole_model, inputs, by_head)
+            outputs = self._reader.outputs(self.whole_model, self.whole_model, inputs, by_head)
         return WholeReading(outputs, last.get("output"))
 
     def _prepare_reading(self, inputs: Mapping[str, Any]) -> None:
         """Find out on the first batch what the labels predict, and whether the logits can be left unmade."""
-        if self._task is not None:
+        if self._reader is not None:
             return
-        labels = labels_of(inputs, self.label_names)
-        if labels is None:
-            raise ValueError(
-                f"A batch has the keys {sorted(inputs)} and no labels, which say what is read: add `labels`."
-            )
-
-        self._task = TaskLoss.probe(self.model, inputs, label_names=self.label_names)
-        if are_token_labels(labels):
-            try:
-                short = self._task.short(inputs)
-                self._tokens = HeadReadout.probe(self.model, short, self._task.shifts_labels)
-            except ValueError as error:
-                logger.info(f"The logits of all tokens are made: {error}")
-
-        if self._tokens is None and self.token_fraction < 1:
+        self._reader = PredictionReader.probe(self.model, inputs, self.label_names)
+        if self.token_fraction < 1 and not self._reader.reads_heads:
             raise ValueError(
                 f"`token_fraction` is {self.token_fraction}; {type(self.model).__name__} is read on all rows: use 1."
             )
 
-    def _run(self, unwrapped: nn.Module, call: Callable, inputs, by_head: bool):
-        """The outputs of a model; of a language model read by its head only the head's input, as "hidden"."""
-        if not by_head:
-            return call(**inputs)
-        labels = {*self.label_names, "labels", "shift_labels"}
-        unlabelled = with_decoder_inputs(unwrapped, inputs)
-        unlabelled = {name: value for name, value in unlabelled.items() if name not in labels}
-        with head_input(unwrapped) as head_inputs:
-            call(**unlabelled)
-        return head_inputs
-
-    def _item_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:
-        """The divergence of each item by the outputs of both models, and the number of items."""
-        target, labels = self._task.predictions(whole, inputs)
-        logits, _ = self._task.predictions(short, inputs)
-        problem = getattr(self.model.config, "problem_type", None)
-        if problem == "multi_label_classification":
-            raise ValueError(
-                f"{type(self.model).__name__} gives several labels a row, which has no one distribution: it cannot "
-                "be healed. Cut it by `keep_layers`, and fine-tune it."
-            )
-        if labels.is_floating_point():
-            losses = (logits - target).float().square().flatten()
-        else:
-            losses = divergences(target, logits)[labels != IGNORE_INDEX]
-        return losses, losses.numel()
-
     def _token_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:
         """The divergence of each token that is read, and the number of labelled tokens."""
-        tokens = self._tokens.tokens(inputs, self.token_fraction, same=True)
-        rows = tokens.rows
-        if tokens.samples is not None:
-            rows = rows[tokens.samples[0]]
-
-        def read(model: nn.Module, head_inputs: Mapping[str, torch.Tensor]) -> HeadInput:
-            hidden = head_inputs["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]
-            return HeadInput(hidden, embeddings(model, "output"))
-
+        rows, labelled = self._reader.token_rows(inputs, self.token_fraction)
         with self.accelerator.autocast():
-            losses = token_divergences(
-                read(self.whole_model, whole), read(self.model, short), self._tokens.head_loss
+            losses = self._reader.token_divergences(
+                of_tokens(self.whole_model, whole, rows), of_tokens(self.model, short, rows)
             )
-        return losses, len(tokens.rows)
+        return losses, labelled
 
 
 class WholeReading(NamedTuple):
@@ -241,22 +202,13 @@ class WholeReading(NamedTuple):
     last_shared: Any
 
 
-def shared_layers(layers: Sequence[int], num_layers: int, train_all: bool) -> int:
-    """How many of the first layers stay as in the whole model; ValueError where nothing would be trained."""
-    kept = list(layers)
-    everything = list(range(1, num_layers + 1))
-    if kept == everything:
+def shared_layers(layers: Sequence[int], num_layers: int) -> int:
+    """How many of the first layers are as in the whole model, up to a gap; ValueError where none is left out."""
+    if list(layers) == list(range(1, num_layers + 1)):
         raise ValueError(f"`layers` is {layers!r}: no layer is left out. Leave out some.")
-    if train_all:
-        return 0
     shared = 0
-    while shared < len(kept) and kept[shared] == shared + 1:
+    while shared < len(layers) and layers[shared] == shared + 1:
         shared += 1
-    if shared == len(kept):
-        raise ValueError(
-            f"`layers` is {layers!r}: no layer follows those that are left out, so none would be trained. Add layer "
-            f"{num_layers}, or give `train_all=True`."
-        )
     return shared
 
 
@@ -273,17 +225,16 @@ def last_output(layers: Sequence[nn.Module]) -> Iterator[dict]:
         yield returned
 
 
-@contextmanager
-def head_input(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """What the head of a language model is given inside, `[batch, seq, hidden]`, as "hidden"; it makes no logits."""
-    head_inputs = {}
-
-    def record(head, call, hidden):
-        head_inputs["hidden"] = hidden
-        return hidden.new_empty((*hidden.shape[:-2], 0, head.out_features))
-
-    with intercepted([embeddings(model, "output")], record):
-        yield head_inputs
+def _train_layers_from(shared: int, model: nn.Module, stack: LayerStack, num_layers: int) -> None:
+    """Freeze all of `model` but the layers behind the first `shared` ones; ValueError where there are none."""
+    if shared == stack.num_layers:
+        raise ValueError(
+            f"`layers` is {list(range(1, shared + 1))!r}: no layer follows those that are left out, so none would be "
+            f"trained. Add layer {num_layers}, or give `exit_head` or `train_all=True`."
+        )
+    model.requires_grad_(False)
+    for layer in stack.layers[shared:]:
+        layer.requires_grad_(True)
 
 
 def _check_arguments(trainer: Trainer) -> None:

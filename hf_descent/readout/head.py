@@ -270,7 +270,7 @@ def _without_labels(model, inputs) -> dict[str, Any]:
 def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, torch.dtype]:
     """Norm, head, logit transform and precision of the scores of `model`; ValueError if its tail is anything else."""
     name = type(model).__name__
-    logits, last_layer, tail = _logged_tail(model, stack, inputs)
+    logits, last_layer, tail = logged_tail(model, stack, inputs)
     last = stack.hidden_state(last_layer.made)  # [batch, seq, hidden]
     head_call = _find_head(name, tail, (*last.shape[:-1], logits.shape[-1]), logits)
     head = head_call.module
@@ -292,7 +292,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
     return norm, head, _logit_transform(model, inputs, head, scores.dtype), scores.dtype
 
 
-def _logged_tail(model, stack, inputs) -> tuple[torch.Tensor, Call, list[Call]]:
+def logged_tail(model, stack, inputs) -> tuple[torch.Tensor, Call, list[Call]]:
     """The logits of a forward without labels, the call of its last layer, and those that began after it."""
     layer_ids = {id(layer) for layer in stack.layers}
     inside = {id(module) for layer in stack.layers for module in layer.modules()} - layer_ids

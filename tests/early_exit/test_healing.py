@@ -304,7 +304,7 @@ def test_the_trainer_is_trainer_but_for_its_loss():
     ("layers", "given", "message"),
     [
         ([1, 2, 3, 4], {}, "no layer is left out"),
-        ([1, 2], {}, r"no layer follows .* Add layer 4, or give `train_all=True`"),
+        ([1, 2], {}, r"no layer follows .* Add layer 4, or give `exit_head` or `train_all=True`"),
         ([2, 1], {}, "give increasing numbers from 1 to 4"),
         ([1, 4], {"token_fraction": 0.0}, r"`token_fraction` is 0.0; give a share in \(0, 1\]"),
     ],

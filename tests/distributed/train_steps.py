@@ -4,6 +4,7 @@
 import of the libraries.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -59,43 +60,13 @@ def with_another_label_from(first, rows):
     return [{**row, "labels": int(index >= first)} for index, row in enumerate(rows)]
 
 
-def sft_trainer(model, output, settings, data, lora):
-    from datasets import Dataset
-
-    from hf_descent import SFTDescentConfig, SFTDescentTrainer
-
-    class SFTInOrder(SFTDescentTrainer):
-        _get_train_sampler = InOrder._get_train_sampler
-
-    args = SFTDescentConfig(
-        **{
-            **config(output).to_dict(),
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "max_length": None,
-            **settings,
-        }
-    )
-    rows = Dataset.from_list(
-        [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in data]
-    )
-    held_out = rows.select(range(31))
-    return SFTInOrder(
-        model,
-        args,
-        train_dataset=rows,
-        eval_dataset=held_out,
-        processing_class=word_tokenizer(),
-        peft_config=lora,
-    )
-
-
 class Poison(TrainerCallback):
     """In the second process alone: a hidden state that is not finite, or another multiplier, from a step on."""
 
-    def __init__(self, kind, step):
+    def __init__(self, kind, step, trainer):
         self.kind = kind
         self.step = step
+        self.trainer = trainer
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if args.process_index == 1 and state.global_step == self.step:
@@ -131,9 +102,8 @@ def model_and_data(task, rows, model_settings):
             return bert(), classification_data(rows)
         case "language" | "sft":
             return llama(**model_settings), partly_labelled(80)
-        case (
-            "image"
-        ):  # honours `num_items_in_batch` and is read by replay, which none of the others does
+        case "image":
+            # The only one that honours `num_items_in_batch` and is read by replay.
             return vit(num_hidden_layers=3, intermediate_size=32), images(80)
         case "readout":
             return bert(), classification_data(80)
@@ -154,20 +124,86 @@ def adapters():
     return LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def in_order_trainer(model, output, settings, data, dual_rows, task):
+def in_order_trainer(model, args, data, dual_rows, task):
     """A trainer that takes the rows in their order; the multipliers move on the first `dual_rows` of them."""
-    given = {"train_dataset": data, "eval_dataset": data[:31]}
-    if dual_rows:
-        given = {
-            "train_dataset": data[dual_rows:],
-            "eval_dataset": data[-31:],
-            "dual_dataset": data[:dual_rows],
-        }
+    keywords = {}
     if task == "readout":
-        given["readout"] = past_the_pooler
+        keywords["readout"] = past_the_pooler
     if task == "own loss":
-        given["layer_loss_fn"] = mean_of_tokens
-    return InOrder(model, config(output, **settings), **given)
+        keywords["layer_loss_fn"] = mean_of_tokens
+
+    if not dual_rows:
+        return InOrder(model, args, train_dataset=data, eval_dataset=data[:31], **keywords)
+    return InOrder(
+        model,
+        args,
+        train_dataset=data[dual_rows:],
+        dual_dataset=data[:dual_rows],
+        eval_dataset=data[-31:],
+        **keywords,
+    )
+
+
+def sft_trainer(model, args, data, peft_config):
+    """TRL's trainer on the same rows, in their order."""
+    from datasets import Dataset
+
+    from hf_descent import SFTDescentConfig, SFTDescentTrainer
+
+    class SFTInOrder(SFTDescentTrainer):
+        _get_train_sampler = InOrder._get_train_sampler
+
+    rows = [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in data]
+    rows = Dataset.from_list(rows)
+    return SFTInOrder(
+        model,
+        SFTDescentConfig(**args),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(31)),
+        processing_class=word_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def make_trainer(task, model, output, settings, data, dual_rows, lora):
+    """The trainer of a task, with arguments that the settings change."""
+    defaults = {
+        "max_steps": 20,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "max_grad_norm": 0.0,
+        "descent_alpha": 0.4,
+        "dual_optim": "sgd",
+        "dual_learning_rate": 0.5,
+        "negative_weights": "keep",
+    }
+    if task == "sft":
+        of_sft = {"bf16": False, "gradient_checkpointing": False, "max_length": None}
+        args = {**config(output).to_dict(), **defaults, **of_sft, **settings}
+        trainer = sft_trainer(model, args, data, adapters() if lora else None)
+    else:
+        if lora:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, adapters())
+        args = config(output, **{**defaults, **settings})
+        trainer = in_order_trainer(model, args, data, dual_rows, task)
+
+    if trainer.is_deepspeed_enabled:
+        # By its default, ZeRO-3 would leave all of a tiny model in every process.
+        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
+    return trainer
+
+
+@contextlib.contextmanager
+def set_in_environment(variables):
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
 
 
 def train(
@@ -176,91 +212,71 @@ def train(
     batch=8,
     accumulation=1,
     *,
-    lora=False,
-    resume_from=None,
-    poison=None,
-    record_noise=False,
     model=MappingProxyType({}),
-    environment=MappingProxyType({}),
-    evaluate_first=False,
     rows=80,
     dual_rows=0,
     labels_change_at=None,
+    lora=False,
+    resume_from=None,
+    evaluate_first=False,
+    record_noise=False,
+    poison=None,
+    environment=MappingProxyType({}),
     **settings,
 ):
     """Results, and weights by name; `output` gets the checkpoints.
 
     Args:
         task: a case of `model_and_data`.
-        resume_from: a checkpoint to go on from.
-        poison: the kind and the step of a `Poison`.
+        batch, accumulation: rows of a micro-batch on each process, and micro-batches of a step.
         model: settings of the model's config.
-        environment: variables for this training.
         dual_rows: how many of the rows the multipliers move on, in place of training.
         labels_change_at: the row from which on the labels are others.
+        resume_from: a checkpoint to go on from.
+        poison: the kind and the step of a `Poison`.
+        environment: variables for this training.
         settings: of the trainer's arguments.
     """
-    os.environ.update(environment)
     model, data = model_and_data(task, rows, model)
     if labels_change_at is not None:
         data = with_another_label_from(labels_change_at, data)
-    noise = []
-    if record_noise:
-        noise = recorded_noise(model)
+    noise = recorded_noise(model) if record_noise else []
+    settings["per_device_train_batch_size"] = batch
+    settings["gradient_accumulation_steps"] = accumulation
 
-    settings = {
-        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 20,
-        "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4, "dual_optim": "sgd",
-        "dual_learning_rate": 0.5, "negative_weights": "keep",
-        **settings,
-    }  # fmt: skip
-    peft_config = None
-    if lora:
-        peft_config = adapters()
-    if task == "sft":
-        trainer = sft_trainer(model, output, settings, data, peft_config)
-    else:
-        if lora:
-            from peft import get_peft_model
+    with set_in_environment(environment):
+        trainer = make_trainer(task, model, output, settings, data, dual_rows, lora)
+        if poison:
+            trainer.add_callback(Poison(*poison, trainer))
 
-            model = get_peft_model(model, peft_config)
-        trainer = in_order_trainer(model, output, settings, data, dual_rows, task)
+        if evaluate_first:
+            trainer.evaluate()
+        other_arguments = SimpleNamespace()
+        train_and_report(trainer, resume_from, lambda: "", OutputArguments(), other_arguments)
 
-    if trainer.is_deepspeed_enabled:
-        # By its default, ZeRO-3 would leave all of a tiny model in every process.
-        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        zero["stage3_param_persistence_threshold"] = 0
-    if poison:
-        callback = Poison(*poison)
-        callback.trainer = trainer
-        trainer.add_callback(callback)
-
-    if evaluate_first:
-        trainer.evaluate()
-    nothing = SimpleNamespace()  # beside the trainer's arguments
-    train_and_report(trainer, resume_from, lambda: "", OutputArguments(), nothing)
-    metrics = {}
-    if not poison:
-        metrics.update(trainer.evaluate())
-    if getattr(trainer, "padding_free", False):
-        metrics.update(trainer.predict(trainer.eval_dataset).metrics)
-
-    # On all processes, which may have to gather.
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if weights is None:  # on all processes but the first
-        weights = {}
-
-    for name in environment:
-        del os.environ[name]
+        metrics = {}
+        if not poison:
+            metrics.update(trainer.evaluate())
+        if getattr(trainer, "padding_free", False):
+            metrics.update(trainer.predict(trainer.eval_dataset).metrics)
+        weights = weights_of(trainer)
 
     sigma = getattr(model.config, "noise_sigma", None)
-    result = result_of(trainer, str(output), metrics, noise, sigma)
-    return result, {name: weight.clone() for name, weight in weights.items()}
+    return result_of(trainer, str(output), metrics, noise, sigma), weights
+
+
+def weights_of(trainer):
+    """Weights by name, on the first process; none on the others, which may have to give their part."""
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if weights is None:
+        return {}
+    return {name: weight.clone() for name, weight in weights.items()}
 
 
 def result_of(trainer, folder, metrics, noise, sigma):
     """What a training led to, in JSON values; the same on all processes."""
     gather = partial(trainer.accelerator.gather_for_metrics, use_gather_object=True)
+
     multipliers = torch.zeros(3)
     dual_steps = 0
     if trainer.multipliers is not None:
@@ -273,16 +289,14 @@ def result_of(trainer, folder, metrics, noise, sigma):
     def logged(name):
         return [log[name] for log in trainer.state.log_history if name in log]
 
-    def names_of_layers():
-        return [name for name in sorted(metrics) if name.startswith("eval_layer_loss")]
+    layer_losses = sorted(name for name in metrics if name.startswith("eval_layer_loss"))
+    left_whole = [getattr(weight, "ds_persist", False) for weight in trainer.model.parameters()]
 
     return {
         "folder": folder,
         "processes": trainer.args.world_size,
         "type": trainer.accelerator.distributed_type.value,
-        "left_whole": sum(
-            getattr(parameter, "ds_persist", False) for parameter in trainer.model.parameters()
-        ),
+        "left_whole": sum(left_whole),
         "steps": gather([trainer.state.global_step]),
         "dual_steps": dual_steps,
         "losses": logged("loss"),
@@ -290,7 +304,7 @@ def result_of(trainer, folder, metrics, noise, sigma):
         "path": logged("multiplier_1"),
         "multipliers": gather([multipliers.tolist()]),
         "noise": gather([[draw.tolist() for draw in noise]]),
-        "eval": [metrics[name] for name in names_of_layers()],
+        "eval": [metrics[name] for name in layer_losses],
         "metrics": metrics,
         "problem": problem,
         "sigma": sigma,

@@ -2,7 +2,8 @@
 
 import argparse
 import glob
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import yaml
 from hf_descent import cli
 
 from .collect import collect
-from .experiments import ARMS, MODELS, SCALES, TABLES, panels
+from .experiments import ARMS, MODELS, SCALES, TABLES, Panel, panels
 from .runner import Options, jobs
 
 
 DATA = {name for model in MODELS.values() for name in model["recipes"]} | {"alpaca_eval"}
+MOST_LISTED = 60  # commands that `--dry_run` names one by one
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,7 +77,9 @@ def parser() -> argparse.ArgumentParser:
         help="set in every run, or in those of an arm, and not searched",
     )
     found.add_argument(
-        "--dry_run", action="store_true", help="list the commands and what is finished; run nothing"
+        "--dry_run",
+        action="store_true",
+        help="say which commands are to be run and which are done (of a large table only how many); run nothing",
     )
     found.add_argument(
         "--collect_only",
@@ -105,10 +109,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for mistake in mistakes(options):
         command.error(mistake)
-    found, left_out = [], {}
+    found, left_out = _chosen(args, options)
+    if not found:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise ValueError(
+            f"Nothing is left of {args.table} ({why or 'no panel has this in its name'})."
+        )
+
+    for job in jobs(found, options):
+        if job.kind in ("tune", "train"):  # a mistaken setting is not to be found out hours later
+            cli.parse_arguments(job.words)
+    if args.dry_run:
+        _print_plan(found, options, left_out)
+        return
+
+    if not args.collect_only:
+        for job in jobs(found, options):
+            if not job.finished():
+                print(f"\n{job}", flush=True)
+                job.run()
+    print(f"Written to {collect(args.table, found, options, left_out)}")
+
+
+def _chosen(args: argparse.Namespace, options: Options) -> tuple[list[Panel], dict[str, str]]:
+    """The panels to run or collect, and why the others of the table are left out, by name."""
+    found = []
+    left_out = {}
     for panel in panels(args.table, options.scale, [arm for arm in ARMS if arm in args.arms]):
         if args.panels and not any(map(panel.has, args.panels)):
             continue
+
         lacking = {options.missing(way) for way in panel.ways.values()} - {None}
         if lacking:
             left_out[panel.name] = f"needs {' and '.join(sorted(lacking))}"
@@ -116,25 +146,31 @@ def main(argv: Sequence[str] | None = None) -> None:
             left_out[panel.name] = "not finished"
         else:
             found.append(panel)
-    if not found:
-        why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        raise ValueError(
-            f"Nothing is left of {args.table} ({why or 'no panel has this in its name'})."
-        )
-    for job in jobs(found, options):
-        if job.kind in ("tune", "train"):  # a mistaken setting is not to be found out hours later
-            cli.parse_arguments(job.words)
-        if args.dry_run:
+    return found, left_out
+
+
+def _print_plan(found: Sequence[Panel], options: Options, left_out: Mapping[str, str]) -> None:
+    """What is done and to do: the commands where they fit on a screen or two, else their number for each panel."""
+    planned = list(jobs(found, options))
+    if len(planned) <= MOST_LISTED:
+        for job in planned:
             print("done " if job.finished() else "to do", job)
-    if args.dry_run:
-        print(*(f"left out: {name} ({why})" for name, why in left_out.items()), sep="\n")
-        return
-    if not args.collect_only:
-        for job in jobs(found, options):
-            if not job.finished():
-                print(f"\n{job}", flush=True)
-                job.run()
-    print(f"Written to {collect(args.table, found, options, left_out)}")
+    else:
+        for panel in found:
+            _print_counts(panel, options)
+        print(
+            f"together: {len(planned)} commands, as panels share some. Name a panel with `--panels` to list its own."
+        )
+    for name, why in left_out.items():
+        print(f"left out: {name} ({why})")
+
+
+def _print_counts(panel: Panel, options: Options) -> None:
+    of_panel = list(jobs([panel], options))
+    kinds = Counter(job.kind for job in of_panel)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    done = sum(job.finished() for job in of_panel)
+    print(f"{panel.name}: {counts}; {done} of {len(of_panel)} done")
 
 
 def mistakes(options: Options) -> list[str]:

@@ -108,8 +108,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     # ---- one micro-batch ----
 
     @property
-    def _stock_scaling_is_right(self) -> bool:
-        return not self._reads_layers  # TRL itself divides by the items of the whole step
+    def _scales_losses(self) -> bool:
+        return (
+            self._kind.trains_layers
+        )  # plain losses TRL itself divides by the items of the whole step
 
     def _prepare_inputs(self, inputs):
         inputs = dict(super()._prepare_inputs(inputs))
@@ -160,7 +162,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         """
         processes = self.args.world_size
         has_labels = isinstance(dataset, Dataset) and "labels" in dataset.column_names
-        if processes == 1 or not self._reads_layers or not has_labels:
+        if processes == 1 or not self._kind.trains_layers or not has_labels:
             return dataset
 
         missing = -len(dataset) % (self.args.eval_batch_size * processes)

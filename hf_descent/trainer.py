@@ -43,12 +43,13 @@ from .training.records import (
     Evaluation,
     RunRecord,
     StepTotals,
-    counted_step,
+    items_of_step,
     name_of_set,
     rows_of,
     set_of_metric,
 )
 from .training.run import DescentRun
+from .training.run_kind import RunKind
 from .training.search import default_objective, space_for
 
 
@@ -124,10 +125,11 @@ class DescentMixin:
     def _add_callbacks(self) -> None:
         """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs none."""
         checks.check_targeted_layers(self)
-        if self._judges_plain_training:
+        kind = self._kind
+        if kind is RunKind.JUDGED:
             with checks.for_verdicts():
                 checks.check_judged(self, super().compute_loss)
-        if not self._reads_layers:
+        if not kind.trains_layers:
             return
 
         checks.check_supported(self, super().compute_loss)
@@ -156,30 +158,18 @@ class DescentMixin:
         return None if judge is None else judge.problem
 
     @property
-    def _reads_layers(self) -> bool:
-        return self._readout is not None or not self.args.objective_class.is_plain
+    def _kind(self) -> RunKind:
+        """When this run reads the layers."""
+        return RunKind.of(self, self._readout)
 
     @property
-    def _judges_plain_training(self) -> bool:
-        """Whether evaluations of plain training read the layers, to judge or to choose by them."""
-        if self._reads_layers:
-            return False
-        if self.args.states_constraints:
-            return True
-        return checks.chooses_by_layers(self)
+    def _scales_losses(self) -> bool:
+        """Whether the losses of micro-batches are made parts of the step's here.
 
-    @property
-    def _measures_layers(self) -> bool:
-        """Whether evaluations read the layers."""
-        if self._reads_layers:
-            return True
-        return self._judges_plain_training
-
-    @property
-    def _stock_scaling_is_right(self) -> bool:
-        """Whether Trainer scales a plain loss right whether it takes the items of the step or not."""
+        Trainer does so itself in plain training, but it is wrong for losses that ignore `num_items_in_batch`.
+        """
         is_one_batch = self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
-        return is_one_batch and not self._reads_layers
+        return self._kind.trains_layers or not is_one_batch
 
     def _is_labelled(self, inputs) -> bool:
         return evaluation.is_labelled(inputs, self.label_names)
@@ -188,14 +178,15 @@ class DescentMixin:
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         start = time.perf_counter()
-        if self._reads_layers:
+        trains_layers = self._kind.trains_layers
+        if trains_layers:
             epoch_iterator = map(self._checked, epoch_iterator)
         epoch_iterator = self._inspect_first(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
 
         if batches:  # of data without a length Trainer goes on asking
             self._run.record.step_starts.append(start)
-            if self._reads_layers:
+            if trains_layers:
                 self._run.read_last_layer(self)
 
         if self.state.global_step >= self.state.max_steps:
@@ -204,33 +195,31 @@ class DescentMixin:
             batches = []
             num_items = None
 
-        totals = StepTotals()
-        if not self._stock_scaling_is_right:
-            totals = counted_step(self.accelerator, self._run.task, batches)
-        self._run.begin_step(self.state.global_step, totals)
+        items = None
+        if self._scales_losses:
+            items = items_of_step(self.accelerator, self._run.task, batches)
+        self._run.begin_step(StepTotals(self.state.global_step, items, self.args.world_size))
         return batches, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if not self._reads_layers:
+        if not self._kind.trains_layers:
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
         if not (model.training and torch.is_grad_enabled()):
             return self._evaluation_loss(model, inputs, return_outputs, num_items_in_batch)
 
+        objective = self._run.known_objective()
         with self._noise_of_micro_batch():
-            losses = self._run.known_objective().layer_losses(
-                model, inputs, keep_logits=return_outputs
-            )
+            losses = objective.layer_losses(model, inputs, self._run.step, return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
 
         loss = self._scaled(losses.objective, num_items_in_batch)
         return (loss, losses.outputs) if return_outputs else loss
 
     def _scaled(self, loss, num_items_in_batch):
-        """The part of a micro-batch in the sum over the whole step, or the mean where no items were counted."""
-        is_part = self._run.step.items is not None
-        if is_part:
-            loss = loss * self.args.world_size  # DDP takes the mean over processes
-        return scaled_for_accumulation(self, loss, is_part, num_items_in_batch)
+        """The loss of a micro-batch, so that what Trainer makes of those of a step is the mean over all its items."""
+        step = self._run.step
+        loss = step.for_backward(loss)
+        return scaled_for_accumulation(self, loss, step.has_parts, num_items_in_batch)
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """f_L of a batch; the losses of all layers are added to those of the evaluation."""
@@ -253,40 +242,44 @@ class DescentMixin:
         return (self.args.process_index, self._run.totals.batches)
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """Trainer's own loss; scaled right where Trainer's is not."""
-        task = self._run.task
-        scales = not (self._stock_scaling_is_right or task is None) and self._is_labelled(inputs)
-        if scales and (num_items_in_batch is None or not task.takes_items):
-            return self._scaled_plain_loss(model, inputs, return_outputs, num_items_in_batch)
+        """Trainer's own loss; scaled here where it is a mean over the micro-batch whatever items it is given."""
+        is_mean = self._is_mean(inputs, num_items_in_batch)
+        items = num_items_in_batch
+        if is_mean:
+            items = None  # given them, Trainer multiplies any loss by the number of processes
         if not model.training:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        with self._noise_of_micro_batch():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _scaled_plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """The part of a micro-batch in the mean over the items of a step, of a loss that is a mean itself."""
-        if not model.training:
-            # Given items, Trainer would multiply any loss by the number of processes.
-            return super().compute_loss(model, inputs, return_outputs)
+            return super().compute_loss(model, inputs, return_outputs, items)
 
         with self._noise_of_micro_batch():
+            if not is_mean:
+                return super().compute_loss(model, inputs, return_outputs, items)
+            # Before the loss, which may take the labels out of the batch.
             share = self._run.step.share(self._run.task.count(inputs))
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+
         loss = self._scaled(torch.where(share > 0, loss, 0.0) * share, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
+    def _is_mean(self, inputs, num_items_in_batch) -> bool:
+        """Whether a loss of plain training is a mean that has to be made a part of the step's."""
+        task = self._run.task
+        if task is None or not self._scales_losses or not self._is_labelled(inputs):
+            return False
+        return num_items_in_batch is None or not task.takes_items
+
     def training_step(self, *args, **kwargs):
-        read_before = self._run.step.micro_batches
-        with own_scaling(self):
-            objective = super().training_step(*args, **kwargs)
-        if not self._reads_layers:
-            self._run.count_micro_batch()
-            return objective
         step = self._run.step
+        read_before = step.micro_batches
+        with own_scaling(self):
+            loss = super().training_step(*args, **kwargs)
+
+        if not self._kind.trains_layers:
+            step.count_micro_batch()
+            return loss
         if step.micro_batches == read_before:  # this class's `compute_loss` read no layers
             raise checks.without_layers(self)
-        # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
-        return step.final * self.args.world_size
+        # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers.
+        return step.for_backward(step.final)
 
     def _noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
         """The noise of the present micro-batch of training, as a context."""
@@ -300,8 +293,7 @@ class DescentMixin:
     def _after_optimizer_step(self, skipped: bool) -> None:
         if self.accelerator.optimizer_step_was_skipped:
             skipped = True
-        if self._run.objective is not None:
-            self._run.objective.step(skipped)
+        self._run.end_step(skipped)
 
     def _after_epoch(self) -> None:
         if self._run.objective is not None and self.args.slack_restart:
@@ -331,12 +323,12 @@ class DescentMixin:
         return batches
 
     def _needs_inspection(self, model: nn.Module) -> bool:
-        if self._measures_layers:
+        if self._kind.evaluates_layers:
             return not self._run.reads(model)
         if self._run.task is not None:
             return False
 
-        if not self._stock_scaling_is_right:
+        if self._scales_losses:
             return True
         # Trainer itself counts the labels of plain training, which takes their shift.
         if self.model_accepts_loss_kwargs:
@@ -345,16 +337,16 @@ class DescentMixin:
 
     def _inspect(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Find out on a batch what this run has to know of the model, its loss and its layers."""
+        kind = self._kind
         is_labelled = self._is_labelled(inputs)
-        if self._measures_layers and not is_labelled:
+        if kind.evaluates_layers and not is_labelled:
             raise checks.without_labels(self.label_names, self.model, inputs)
 
-        if self._reads_layers:
+        if kind.trains_layers:
             self._run.find_layers(self, model, inputs, self._readout, self._dual_dataset)
         elif is_labelled:
-            finds_items = not self._stock_scaling_is_right
-            self._run.find_task(self, model, inputs, finds_items)
-            if self._judges_plain_training:
+            self._run.find_task(self, model, inputs, finds_items=self._scales_losses)
+            if kind is RunKind.JUDGED:
                 self._run.find_plain_layers(self, model, inputs)
 
         if self._run.task is not None:
@@ -425,7 +417,7 @@ class DescentMixin:
         output = super().evaluation_loop(
             dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
         )
-        if not self._measures_layers:
+        if not self._kind.evaluates_layers:
             return output
 
         if not output.num_samples:
@@ -438,7 +430,8 @@ class DescentMixin:
     def _judge(self, metrics: dict[str, Any], prefix: str) -> None:
         """Add to the metrics of an evaluation those of the layers, and keep its verdict."""
         run = self._run
-        if self._judges_plain_training and run.layers is not None:
+        kind = self._kind
+        if kind is RunKind.JUDGED and run.layers is not None:
             run.judge_plain(self, run.layers.num_layers, chance_of(run.totals.labels))
         if run.judge is None:
             return
@@ -450,7 +443,7 @@ class DescentMixin:
             run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
         )
 
-        if not self._reads_layers:
+        if kind is RunKind.JUDGED:
             additions.pop(f"{prefix}_loss", None)  # Trainer's own stays
         metrics.update(additions)
 
@@ -469,25 +462,29 @@ class DescentMixin:
         return self._run.certificate
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+        kind = self._kind
         is_labelled = self._is_labelled(inputs)
-        is_stock = self._stock_scaling_is_right and not self._judges_plain_training
-        if is_labelled and not is_stock and self._needs_inspection(model):
+        takes_inspection = kind.evaluates_layers or self._scales_losses
+        if is_labelled and takes_inspection and self._needs_inspection(model):
             self._inspect(model, preparation.prepared(self, inputs))
 
-        if self._reads_layers:
+        if kind.trains_layers:
             ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(
             super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
         )
 
-        if not self._reads_layers:
-            prediction = predict()
-            if is_labelled and self._judges_plain_training:
-                self._read_beside(model, inputs)
-            return prediction
+        if kind.trains_layers:
+            if is_labelled:
+                return self._measured_prediction(predict, model, inputs, prediction_loss_only)
+            return self._unlabelled_prediction(predict, model, inputs)
+        prediction = predict()
+        if kind is RunKind.JUDGED and is_labelled:
+            self._read_beside(model, inputs)
+        return prediction
 
-        if is_labelled:
-            return self._measured_prediction(predict, model, inputs, prediction_loss_only)
+    def _unlabelled_prediction(self, predict, model, inputs):
+        """The prediction of a batch without labels, by the readout that training takes."""
         if self._readout is None:
             return predict()
         inputs = self._prepare_inputs(inputs)
@@ -516,8 +513,9 @@ class DescentMixin:
             prediction = predict()
 
         # A batch whose rows are repeated in part is measured again, on its own rows alone; so is one for which
-        # Seq2SeqTrainer calls the model by itself, since it generates.
-        if own_rows is not None or self._run.totals is before:
+        # Seq2SeqTrainer has called the model by itself, without this class's loss, since it generates.
+        was_measured = self._run.totals.batches > before.batches
+        if own_rows is not None or not was_measured:
             inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
             self._run.take_back(before)
             self._evaluate_batch(model, inputs)
@@ -632,7 +630,7 @@ class DescentMixin:
         checks.check_best_metric(self)
         checks.report_own_averages(self.args)
 
-        if self._reads_layers:
+        if self._kind.trains_layers:
             data_checks.check_data(self, self._readout, self._dual_dataset)
 
         checkpoint = kwargs.get("resume_from_checkpoint")

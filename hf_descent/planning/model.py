@@ -32,6 +32,7 @@ from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
 from ..readout.stack import errors_explained, inner_model
 from ..training.objective import LayerObjective
+from ..training.records import StepTotals
 from .meter import Meter
 
 
@@ -176,7 +177,10 @@ class PlannedModel:
                 if args.objective_class.is_plain:
                     objective = output_loss(self.model(**batch))
                 else:
-                    objective = LayerObjective(layers, dual)(self.model, batch)
+                    losses = LayerObjective(layers, dual).layer_losses(
+                        self.model, batch, StepTotals()
+                    )
+                    objective = losses.objective
             objective.backward()
             for hook in hooks:
                 hook.remove()

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentArguments
+from ..configs import DescentArguments
 from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
 from ..constraints.state import DualState
 from ..logs import get_logger
@@ -220,18 +220,6 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
             f"After {steps} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
             'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
         )
-
-
-def chooses_by_layers(trainer: Trainer) -> bool:
-    """Whether the best model is chosen by what an evaluation has only where it reads the layers."""
-    metric = trainer.args.metric_for_best_model
-    if metric is None:
-        return False
-    name = metric.removeprefix("eval_")
-    set_name = set_of_metric(trainer.eval_dataset, metric)
-    if set_name is not None:
-        name = name.removeprefix(f"{set_name}_")
-    return LAYER_LOSS.match(name) is not None or name in CONSTRAINT_METRICS
 
 
 def check_best_metric(trainer: Trainer) -> None:

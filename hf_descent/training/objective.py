@@ -27,9 +27,10 @@ from .records import StepTotals
 
 
 class LayerObjective:
-    """What is minimised in training whose `layers` and `dual` side are known, and its dual step.
+    """What training minimises, and its dual step, where the `layers` and the `dual` side are known.
 
-    `rank` is that of this process among the `processes` that train together.
+    It keeps nothing of a step: the caller has the [`StepTotals`]. `rank` is that of this process among the `processes`
+    that train together.
     """
 
     def __init__(self, layers: LayerLosses, dual: DualState, rank: int = 0, processes: int = 1):
@@ -37,117 +38,62 @@ class LayerObjective:
         self.dual = dual
         self._rank = rank
         self._processes = processes
-        self.begin(0)
-
-    @property
-    def problem(self) -> DescentProblem | None:
-        return self.dual.problem
-
-    @property
-    def multipliers(self) -> Multipliers:
-        return self.dual.multipliers
-
-    def begin(self, step: int, totals: StepTotals | None = None) -> None:
-        """Begin optimizer step `step`, whose layer losses are added to `totals`."""
-        if totals is None:
-            totals = StepTotals()
-        self.global_step = step
-        self.totals = totals
 
     def layer_losses(
-        self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        step: StepTotals,
+        keep_logits: bool = False,
     ) -> MicroBatchLosses:
-        """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
-        count = self._count(batch)
-        share = self.totals.share(count)
-        items = self.totals.items
-        if items is None:
-            items = count
+        """The layer losses of a micro-batch of `step`, to which they are added, and the objective."""
+        count = self.count(batch)
+        share = step.share(count)
 
         losses = self.layers.training_losses(
             model,
             batch,
-            self.dual.objective_at(self.global_step),
+            self.dual.objective_at(step.number),
             share,
-            items,
-            key=(self._rank, self.global_step, self.totals.micro_batches),
+            step.divisor(count),
+            key=(self._rank, step.number, step.micro_batches),
             keep_logits=keep_logits,
         )
 
-        self.totals.add(losses, share)
+        step.add(losses, share)
         return losses
 
-    def __call__(
-        self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
-
-        With `items`, from `count`, the objectives of an optimizer step add up to that of all its rows: do not divide
-        them (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
-        way gradients are to be averaged over processes, as DDP does.
-        """
-        if not self.layers.readout.fits(unwrapped(model)):
-            raise ValueError(
-                "The objective was made for another model, or another head of it: make a new one."
-            )
-
-        self.totals = replace(self.totals, items=items)
-        objective = self.layer_losses(model, batch).objective
-        if items is None:
-            return objective
-        return objective * self._processes
-
-    def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
-        """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""
-        return self._summed(sum(self._count(batch).to(self.dual.device) for batch in batches))
-
-    def step(self, skipped: bool = False) -> None:
-        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step.
-
-        The losses do not count where that was `skipped`: a gradient scaler's `get_scale()` fell. Of fused optimizers
-        accelerate's flag does not tell.
-        """
-        sums = self.totals.sums
+    def dual_step(self, step: StepTotals, skipped: bool = False) -> None:
+        """Move the multipliers by the layer losses of a finished step, which do not count where it was `skipped`."""
+        sums = step.sums
         if sums is None:  # this process has read nothing
             sums = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)
 
         # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
-        totals = self._summed(sums)  # [layers + 1]
+        totals = self.summed(sums)  # [layers + 1]
 
         if skipped:
             # Warm-up may end with this step, or held-out rows be read, as with any other.
             totals = torch.zeros_like(totals)
 
-        self.dual.take_step(totals, self.global_step, self.layers)
-        self.begin(self.global_step + 1)
+        self.dual.take_step(totals, step.number, self.layers)
 
-    def logs(self) -> dict[str, float]:
-        """Layer losses, violations, multipliers and weights of the steps since the last call, by name."""
-        return self.dual.logs(self.global_step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values, for a checkpoint between two steps."""
-        return {"global_step": self.global_step, "dual": self.dual.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; ValueError where the settings are others."""
-        self.dual.load_state_dict(*state["dual"])
-        self.begin(state["global_step"])
-
-    def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+    def count(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The items of a micro-batch, a scalar tensor; ValueError for one without labels."""
         task = self.layers.task
         count = task.count(batch)
         if count is None:
             raise without_labels(task.label_names, task.model, batch)
         return count
 
-    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over processes, in place."""
         if self._processes > 1:
             dist.all_reduce(tensor)
         return tensor
 
 
-class DescentObjective(LayerObjective):
+class DescentObjective:
     """What [`DescentTrainer`] minimises, and its dual step, for a custom loop (PyTorch, Accelerate, Lightning).
 
     Args:
@@ -226,7 +172,70 @@ class DescentObjective(LayerObjective):
             (chance,) = chances
 
         dual = DualState(args, layers.num_layers, max_steps, 0, chance, device)
-        super().__init__(layers, dual, rank, processes)
+        self._objective = LayerObjective(layers, dual, rank, processes)
+        self._step = StepTotals(processes=processes)
+
+    @property
+    def problem(self) -> DescentProblem | None:
+        return self._objective.dual.problem
+
+    @property
+    def multipliers(self) -> Multipliers:
+        return self._objective.dual.multipliers
+
+    @property
+    def global_step(self) -> int:
+        return self._step.number
+
+    def __call__(
+        self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
+
+        With `items`, from `count`, the objectives of an optimizer step add up to that of all its rows: do not divide
+        them (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
+        way gradients are to be averaged over processes, as DDP does.
+        """
+        if not self._objective.layers.readout.fits(unwrapped(model)):
+            raise ValueError(
+                "The objective was made for another model, or another head of it: make a new one."
+            )
+
+        self._step = replace(self._step, items=items)
+        losses = self._objective.layer_losses(model, batch, self._step)
+        return self._step.for_backward(losses.objective)
+
+    def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
+        """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""
+        objective = self._objective
+        counts = [objective.count(batch).to(objective.dual.device) for batch in batches]
+        return objective.summed(sum(counts))
+
+    def step(self, skipped: bool = False) -> None:
+        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step.
+
+        The losses do not count where that was `skipped`: a gradient scaler's `get_scale()` fell. Of fused optimizers
+        accelerate's flag does not tell.
+        """
+        self._objective.dual_step(self._step, skipped)
+        self._begin(self._step.number + 1)
+
+    def logs(self) -> dict[str, float]:
+        """Layer losses, violations, multipliers and weights of the steps since the last call, by name."""
+        return self._objective.dual.logs(self._step.number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, for a checkpoint between two steps."""
+        return {"global_step": self._step.number, "dual": self._objective.dual.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave; ValueError where the settings are others."""
+        self._objective.dual.load_state_dict(*state["dual"])
+        self._begin(state["global_step"])
+
+    def _begin(self, number: int) -> None:
+        """Begin an optimizer step; `number` were taken before."""
+        self._step = StepTotals(number, processes=self._step.processes)
 
 
 def _place() -> tuple[int, int]:

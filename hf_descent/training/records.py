@@ -73,51 +73,71 @@ def reduced(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StepTotals:
-    """The sums of one optimizer step over its micro-batches, in this process."""
+    """The optimizer step that is being taken, in this process, and the only place that says how its losses scale.
 
+    Where the `items` of the step were counted, the loss of a micro-batch is a part: the parts of all micro-batches and
+    processes add up to the mean over the items of the step. Otherwise it is the mean over the micro-batch's own items.
+    """
+
+    number: int = 0  # optimizer steps before this one
     # The items of the step, over micro-batches and processes, a scalar; `None` where they were not counted.
     items: torch.Tensor | None = None
+    processes: int = 1  # whose gradients are averaged
     # [layers + 1]: this process's part of f_1..f_L, then the sum of its shares. Over all processes the shares add up
     # to 1 or, without `items`, to the number of micro-batches with labels.
     sums: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # that were read so far
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether losses are parts of the step's, not means of their own."""
+        return self.items is not None
+
+    def divisor(self, count: torch.Tensor) -> torch.Tensor:
+        """The items that the sum over a micro-batch of `count` items is divided by: the step's, or its own."""
+        return count if self.items is None else self.items
+
     def share(self, count: torch.Tensor) -> torch.Tensor:
-        """The share that a micro-batch of `count` items has in those of the step, or in its own, a scalar tensor."""
-        count = count.float()
-        items = count
-        if self.items is not None:
-            items = self.items
-        return count / items.clamp(min=1)
+        """The share of a micro-batch of `count` items in its `divisor`, a scalar tensor."""
+        return count.float() / self.divisor(count).float().clamp(min=1)
+
+    def for_backward(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a micro-batch, such that the mean over processes, which DDP takes of gradients, leaves parts as
+        they are."""
+        return loss * self.processes if self.has_parts else loss
 
     def add(self, losses: MicroBatchLosses, share: torch.Tensor) -> None:
-        """Count a micro-batch more, with its `share`."""
+        """Add the layer losses of a micro-batch, and its `share`."""
         parts = torch.cat([losses.sums, share.to(losses.sums)[None]])  # [layers + 1]
         if self.sums is not None:
             parts = self.sums + parts
         self.sums = parts
         self.final = losses.sums[-1]
+        self.count_micro_batch()
+
+    def count_micro_batch(self) -> None:
+        """Count a micro-batch more."""
         self.micro_batches += 1
 
 
-def counted_step(
+def items_of_step(
     accelerator: Accelerator, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
-) -> StepTotals:
-    """The totals of a step before its first micro-batch, with the items of all of them where they are needed."""
+) -> torch.Tensor | None:
+    """The items of a step, over micro-batches and processes, each of which calls; `None` where no loss needs them."""
     if task is None:
-        return StepTotals()
+        return None
     if len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items:
-        return StepTotals()  # of its own items: `_prepare_inputs` may mask labels
+        return None  # its own are enough; `_prepare_inputs` may still mask labels
 
     counts = [task.count(batch) for batch in batches]
     counts = [count.to(accelerator.device) for count in counts if count is not None]
     if counts:
-        return StepTotals(reduced(accelerator, sum(counts)))
+        return reduced(accelerator, sum(counts))
 
     # The processes that have labels wait for the count of this one.
     reduced(accelerator, torch.zeros((), dtype=torch.int64, device=accelerator.device))
-    return StepTotals()
+    return None
 
 
 @dataclass(frozen=True)

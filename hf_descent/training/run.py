@@ -44,6 +44,7 @@ class DescentRun:
         evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
         certificate ([`Certificate`], *optional*): that of the last evaluation, on whatever set.
+        step ([`StepTotals`]): the optimizer step that is being taken.
     """
 
     def __init__(self, record: RunRecord | None = None, eval_dataset: Any = None):
@@ -66,7 +67,7 @@ class DescentRun:
         self.evaluation = Evaluation()
         self.totals = EvaluationTotals()
         self.certificate: Certificate | None = None
-        self._step = StepTotals()
+        self.step = StepTotals()
 
     @property
     def has_started(self) -> bool:
@@ -126,10 +127,8 @@ class DescentRun:
         if dual is None:
             dual = make_dual(trainer, layers, inputs, dual_dataset, self.record.resumed_from)
 
-        step = self.step
         args = trainer.args
         self.objective = LayerObjective(layers, dual, args.process_index, args.world_size)
-        self.objective.begin(trainer.state.global_step, step)
 
     def find_task(
         self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], finds_items: bool
@@ -168,22 +167,16 @@ class DescentRun:
 
     # ---- the present step ----
 
-    @property
-    def step(self) -> StepTotals:
-        """What the present optimizer step has read so far: kept by the objective once there is one, before here."""
+    def begin_step(self, step: StepTotals) -> None:
+        """Begin an optimizer step."""
+        self.step = step
+
+    def end_step(self, skipped: bool) -> None:
+        """End an optimizer step of a run that reads its layers: move the multipliers."""
         if self.objective is None:
-            return self._step
-        return self.objective.totals
-
-    def begin_step(self, step: int, totals: StepTotals) -> None:
-        """Begin an optimizer step; `totals` tells the items of its micro-batches, where they are counted."""
-        self._step = totals
-        if self.objective is not None:
-            self.objective.begin(step, totals)
-
-    def count_micro_batch(self) -> None:
-        """Count a micro-batch of plain training."""
-        self._step = replace(self._step, micro_batches=self._step.micro_batches + 1)
+            return
+        self.objective.dual_step(self.step, skipped)
+        self.step = StepTotals(self.step.number + 1, processes=self.step.processes)
 
     # ---- evaluations ----
 

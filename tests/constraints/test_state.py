@@ -94,8 +94,7 @@ def test_a_skipped_step_ends_the_warm_up_and_reads_held_out_rows(reads_held_out)
     for step in range(100):
         skips = step in (79, 96)
         losses = [9.0, 9.0, 9.0, 1.0] if skips else [0.6, 0.4, 0.2, 1.0]
-        objective.begin(step, StepTotals(sums=torch.tensor(losses)))
-        objective.step(skipped=skips)
+        objective.dual_step(StepTotals(step, sums=torch.tensor(losses)), skipped=skips)
 
     assert dual.warmup_losses.tolist() == pytest.approx([0.6, 0.4, 0.2])
     assert dual.mean_losses.tolist() == pytest.approx([0.6, 0.4, 0.2])

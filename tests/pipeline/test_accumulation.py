@@ -12,7 +12,7 @@ from transformers import Trainer, default_data_collator
 
 from hf_descent import DescentTrainer
 from hf_descent.runs import RunFolder
-from hf_descent.training.records import counted_step
+from hf_descent.training.records import items_of_step
 
 
 def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
@@ -158,8 +158,8 @@ def test_a_process_without_labels_takes_part_in_the_count():
     processes = SimpleNamespace(num_processes=2, device="cpu", reduce=reduce)
     task = SimpleNamespace(takes_items=False, count=lambda batch: batch["count"])
 
-    assert counted_step(processes, task, [{"count": torch.tensor(5)}, {"count": None}]).items == 8
-    assert counted_step(processes, task, [{"count": None}]).items is None
+    assert items_of_step(processes, task, [{"count": torch.tensor(5)}, {"count": None}]) == 8
+    assert items_of_step(processes, task, [{"count": None}]) is None
     assert summed == [5, 0]
 
 

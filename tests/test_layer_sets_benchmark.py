@@ -17,6 +17,7 @@ from hf_descent.early_exit import keep_layers
 def test_gaps_begin_where_numbers_are_missing():
     assert layer_sets.gap_of([1, 2, 5]) == 2
     assert layer_sets.gap_of([*range(1, 13), *range(19, 31)]) == 12
+    assert layer_sets.gap_of([1, 2]) == 2
 
 
 @pytest.fixture
@@ -65,6 +66,15 @@ def test_a_run_measures_the_set_before_and_after_healing(words, tmp_path):
     assert run["before"]["loss"] == pytest.approx(total / count, rel=1e-5)
     assert run["after"]["loss"] != run["before"]["loss"]
     assert len(torch.load(tmp_path / "states.pt")) == 2
+
+
+def test_an_exit_head_is_trained_from_the_kept_states(words, tmp_path):
+    words[words.index("1-2,4")] = "1-2"
+    for exit_head in ("affine", "block"):
+        layer_sets.main([*words, "--exit_head", exit_head])
+    runs = list(map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines()))
+    assert [run["settings"]["exit_head"] for run in runs] == ["affine", "block"]
+    assert runs[0]["after"]["loss"] != runs[0]["before"]["loss"] != runs[1]["before"]["loss"]
 
 
 def test_kept_states_are_those_of_the_model_itself(words, monkeypatch):

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
@@ -64,6 +64,14 @@ class ExitArguments:
         default=None,
         help="With `fewest_layers`: train what is left to predict what all layers do, and save it in this folder.",
     )
+    exit_head: Literal["layers", "norm", "affine", "block"] = HfArg(
+        default="layers",
+        help=(
+            "With `heal`: what to train. layers: those behind the first gap. The others: stop after the first "
+            "`fewest_layers` layers, without a search, and train this alone in front of the head; a block is one more "
+            "layer."
+        ),
+    )
     heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training rows.")
     heal_learning_rate: float = HfArg(default=3e-4, help="With `heal`: the highest learning rate.")
     max_rise: float = HfArg(
@@ -96,6 +104,10 @@ class ExitArguments:
         limits = dict.fromkeys(counts, 1)
         limits.update(dict.fromkeys(shares, 0))
         check_arguments(self, limits)
+        if self.exit_head != "layers" and self.heal is None:
+            raise ValueError(
+                f"`exit_head` is {self.exit_head!r}, and nothing is trained: give `heal`, a folder."
+            )
         if self.heal is not None:
             if self.fewest_layers is None:
                 raise ValueError(
@@ -189,21 +201,32 @@ def _layer_sets(
     name: str, model: PreTrainedModel, rows: HeldOutRows, args: ExitArguments, settings: dict
 ) -> LayerSetProfile:
     """The sets that the search finds; of a model that is healed the smallest one alone."""
+    if args.heal is None:
+        sets = _found_sets(model, rows, args, settings)
+        return layer_set_profile(model, rows.test, sets, args.max_rise, **settings)
+
+    if args.exit_head == "layers":
+        layers = _found_sets(model, rows, args, settings)[-1]
+    else:
+        layers = list(range(1, args.fewest_layers + 1))
+    trainer = _healed(name, model, layers, rows, args)
+    sets = [trainer.layers]
+    return layer_set_profile(model, rows.test, sets, args.max_rise, [trainer.model], **settings)
+
+
+def _found_sets(
+    model: PreTrainedModel, rows: HeldOutRows, args: ExitArguments, settings: dict
+) -> list[list[int]]:
     search_rows = rows.validation
     if not isinstance(search_rows, list):
         search_rows = search_rows.select(range(min(SEARCH_ROWS, len(search_rows))))
-    sets = find_layer_sets(model, search_rows, args.fewest_layers, **settings)
-    healed = []
-    if args.heal is not None:
-        sets = sets[-1:]
-        healed = [_healed(name, model, sets[0], rows, args)]
-    return layer_set_profile(model, rows.test, sets, args.max_rise, healed, **settings)
+    return find_layer_sets(model, search_rows, args.fewest_layers, **settings)
 
 
 def _healed(
     name: str, model: PreTrainedModel, layers: list[int], rows: HeldOutRows, args: ExitArguments
-) -> PreTrainedModel:
-    """The model with these layers, trained to predict what all layers do; it is in the folder `args.heal`."""
+) -> HealingTrainer:
+    """What has trained the model with these layers to predict what all layers do; it is in the folder `args.heal`."""
     training = TrainingArguments(
         args.heal,
         max_steps=args.heal_steps,
@@ -219,12 +242,15 @@ def _healed(
     if processing is None:
         processing = _processing(name, model)
 
+    exit_head = None if args.exit_head == "layers" else args.exit_head
+    no_layer_follows = exit_head is None and layers[-1] == len(layers)
     dtype = model.dtype
     trainer = HealingTrainer(
         model.float(),  # the small steps of the optimizer would be lost in 16 bits
         training,
         layers=layers,
-        train_all=layers[-1] == len(layers),  # no layer follows those that are left out
+        exit_head=exit_head,
+        train_all=no_layer_follows,
         train_dataset=rows.train,
         data_collator=rows.settings.get("data_collator"),
         processing_class=processing,
@@ -232,7 +258,7 @@ def _healed(
     trainer.train()
     trainer.model.to(dtype)
     trainer.save_model()
-    return trainer.model
+    return trainer
 
 
 def _processing(name: str, model: PreTrainedModel) -> Any:

@@ -1,6 +1,7 @@
 """A language model with some of its layers, before and after healing, on Alpaca's instructions.
 
     python recipes/benchmarks/layer_sets.py --model FOLDER --alpaca FOLDER --layers 1-15,30
+    python recipes/benchmarks/layer_sets.py --model FOLDER --alpaca FOLDER --layers 1-15 --exit_head affine
 
 The whole model reads the training rows once: what its layers before the gap and its head get is kept in `--states`, so
 that a step of healing runs the layers that follow the gap alone. Loss, its ratio to that of all layers, and the share
@@ -27,6 +28,7 @@ from transformers import (
 
 from hf_descent.data.alpaca import completion_labels, read_instructions
 from hf_descent.early_exit import HealingTrainer, keep_layers
+from hf_descent.early_exit.heads import EXIT_HEADS
 from hf_descent.early_exit.healing import WholeReading
 from hf_descent.early_exit.layer_sets import layers_in, spans
 
@@ -104,8 +106,9 @@ class FromStates(HealingTrainer):
 
 
 def gap_of(layers: list[int]) -> int:
-    """The last layer before the gap."""
-    return next(place for place, layer in enumerate(layers) if layer != place + 1)
+    """The last layer before the gap, or of all where none follows."""
+    gaps = (place for place, layer in enumerate(layers) if layer != place + 1)
+    return next(gaps, len(layers))
 
 
 @torch.no_grad()
@@ -176,6 +179,7 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
             model,
             args,
             layers=layers,
+            exit_head=options.exit_head,
             token_fraction=options.token_fraction,
             train_dataset=batches,
             data_collator=lambda made: made[0],
@@ -187,7 +191,7 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
 
     models = {
         "whole": model,
-        "before": keep_layers(model, layers),
+        "before": keep_layers(model, trainer.layers),
         "after": trainer.model.eval(),
     }
     tests = batches_of(test, collator)
@@ -200,6 +204,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of a Llama-like language model")
     parser.add_argument("--alpaca", required=True, help="folder with train and test.parquet")
     parser.add_argument("--layers", required=True, help="layers to keep, such as 1-15,30")
+    parser.add_argument("--exit_head", choices=EXIT_HEADS, help="train this behind the layers")
     parser.add_argument("--gaps", type=int, nargs="*", default=[], help="further gaps to keep")
     parser.add_argument("--states", required=True, help="file of what the whole model gave")
     parser.add_argument("--rows", type=int, default=1200)
@@ -221,6 +226,8 @@ def main(argv: list[str] | None = None) -> None:
     settings = {name: getattr(options, name) for name in names}
     settings["model"] = Path(options.model).name
     settings["layers"] = spans(layers)
+    if options.exit_head is not None:
+        settings["exit_head"] = options.exit_head
     result = Runs(options.output).get(settings, lambda: run(options, layers))
     for name in ("whole", "before", "after"):
         print(name, result[name], flush=True)

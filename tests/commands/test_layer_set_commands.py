@@ -229,6 +229,37 @@ def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows
     assert str(profile) in (tmp_path / "model" / "README.md").read_text()
 
 
+HEADS = [("bert", "affine", 2), ("vit", "norm", 2), ("vit", "block", 3)]
+
+
+@pytest.mark.parametrize(("name", "exit_head", "depth"), HEADS)
+def test_an_exit_head_is_trained_behind_the_first_layers(name, exit_head, depth, tmp_path, capsys):
+    make, files, auto_class = CLASSIFIERS[name]
+    model = spread(make()).eval()
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    flags, inputs = files(tmp_path, model)
+    flags += [*HEALING, "--heal", str(tmp_path / "exit"), "--exit_head", exit_head]
+    cli.main(["exit", str(tmp_path / "model"), *flags])
+
+    kept = [1, 2] if depth == 2 else [1, 2, 4]
+    profile = LayerSetProfile.from_json(str(tmp_path / "model" / "layer_sets.json"))
+    assert profile.layers[1] == kept and profile.healed == [False, True]
+    assert f"{depth} of 4 layers, {spans(kept)}, are healed" in capsys.readouterr().out
+
+    short = auto_class.from_pretrained(tmp_path / "exit").eval()
+    assert short.config.num_hidden_layers == depth
+    test = {key: value[COUNT:] for key, value in inputs.items()}
+    with torch.no_grad():
+        truth = model(**test).logits.argmax(-1)
+        losses = [
+            F.cross_entropy(each(**test).logits, truth)
+            for each in (short, keep_layers(model, kept).eval())
+        ]
+    assert profile.losses[1] == pytest.approx(losses[0].item(), rel=1e-4)
+    assert losses[0] < losses[1]
+
+
 @pytest.mark.parametrize("form", ["text_file", "instructions"])
 def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_path, monkeypatch):
     model = spread(llama(num_layers=LAYERS)).to(torch.bfloat16).eval()
@@ -264,6 +295,7 @@ def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_p
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
+        (["--exit_head", "block", "--fewest_layers", "2"], "'block', and nothing is trained"),
         (["--heal", "healed"], "`heal` is 'healed', .* give `fewest_layers`"),
         (["--heal", ".", "--fewest_layers", "2"], "`heal` '.' is not empty; name another"),
         (["--heal", "healed", *HEALING[:-1], "4"], "no layer is left out"),

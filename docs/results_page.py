@@ -258,8 +258,7 @@ def limit_of(task: str) -> str:
 
 
 def asked_of(task: str) -> str:
-    kind, number = task.split("_")
-    exits = script("runs_to_specification").EXITS[kind][number]
+    exits = script("runs_to_specification").exits_of(task)
     return ", ".join(f"f_{layer} <= {1 + excess:g} f_L" for layer, excess in exits.items())
 
 
@@ -273,8 +272,8 @@ def specification() -> str:
     """Of every task and arm what its searches took, and what the runs that met it (or came nearest) reached."""
     benchmark, rows = script("runs_to_specification"), []
     for task, (_, arms, _) in SPECIFICATIONS.items():
-        kind, number = task.split("_")
-        exits = benchmark.EXITS[kind][number]
+        kind = task.split("_")[0]
+        exits = benchmark.exits_of(task)
         for arm in arms:
             found = searches(task, arm)
             met = [benchmark.found_by(runs) for runs in found]
@@ -358,7 +357,7 @@ def defaults_runs(kind: str) -> dict[str, list[dict]]:
 
 def defaults() -> str:
     rows = []
-    for kind in script("runs_to_specification").DEFAULT_RATES:
+    for kind in script("runs_to_specification").TASKS:
         for name, own in defaults_runs(kind).items():
             _, found = at_best_rate(own)
             last = len(found[0]["certify"])
@@ -385,7 +384,7 @@ def defaults() -> str:
 def price() -> str:
     """What the defaults change at the last layer and at the middle one."""
     rows = []
-    for kind in script("runs_to_specification").DEFAULT_RATES:
+    for kind in script("runs_to_specification").TASKS:
         arms = defaults_runs(kind)
         _, plain = at_best_rate(arms["plain"])
         _, ours = at_best_rate(arms[DEFAULTS_OF[limit_of(kind)]])
@@ -799,7 +798,7 @@ def exits_under_the_limit() -> str:
                 ]
             )
 
-    rates = [f"met at {rate:g}" for rate in benchmark.LEARNING_RATES["denoiser"]]
+    rates = [f"met at {rate:g}" for rate in benchmark.TASKS["denoiser"].rates]
     header = ["asked", "limit", "seeds that met it", "runs in all", *rates, "f_L"]
     return markdown(header, rows)
 

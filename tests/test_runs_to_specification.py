@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import runs_to_specification as benchmark
@@ -82,7 +83,8 @@ def test_settings_that_a_search_found_are_tried_with_the_other_seeds(tmp_path, m
         }
 
     monkeypatch.setattr(benchmark, "train", train)
-    monkeypatch.setattr(benchmark, "LEARNING_RATES", {"denoiser": (1e-3,)})
+    one_rate = replace(benchmark.TASKS["denoiser"], rates=(1e-3,))
+    monkeypatch.setitem(benchmark.TASKS, "denoiser", one_rate)
     options = ["--holds", "--tasks", "denoiser_one", "--arms", "ours", "--seeds", "0", "1", "2"]
     table = benchmark.main([*options, "--output", str(tmp_path / "runs.jsonl")])
     assert table.splitlines()[-1] == "| denoiser_one | ours | 3 of 3 | 4 of 6 |"

@@ -22,9 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import runs_to_specification as tasks
 import torch
 from harness import Runs, fit
+from runs_to_specification import TASKS
 from transformers import TrainerCallback, set_seed
 
 from hf_descent.early_exit import truncate
@@ -75,30 +75,23 @@ def arms(depth: int) -> dict[str, dict]:
     return chosen
 
 
-def made(task: str, options: argparse.Namespace):
-    """Model, rows to train on, to select on and to report on, settings of the trainer and further arguments."""
-    if task == "denoiser":
-        return tasks.denoiser(options.smoke)
-    return tasks.minilm(task, options.minilm, options.rt_polarity)
-
-
-def train(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
+def train(name: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
     """Losses and metric of every layer of one run, on the rows to select on and to report on."""
+    task = TASKS[name]
     settings = dict(settings)
     keep = settings.pop("keep", None)
     longer = settings.pop("longer", 1.0)
 
-    made(task, options)  # reads the data, once
+    task.make(options)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
-    model, (rows, select, report), config, extra = made(task, options)
+    model, (rows, select, report), config, extra = task.make(options)
     if keep is not None:
         model = truncate(model, keep)
 
-    steps = 4 if options.smoke else tasks.STEPS[task]
     config.update(
         learning_rate=rate,
-        per_device_train_batch_size=tasks.BATCH[task],
-        max_steps=round(steps * longer),
+        per_device_train_batch_size=task.batch,
+        max_steps=round(task.steps_of(options) * longer),
         seed=seed,
     )
     config.update(settings)
@@ -106,7 +99,7 @@ def train(task: str, options: argparse.Namespace, settings: dict, rate: float, s
 
     measure = {
         "gamma": config.get("noise_gamma", 0.0),
-        "metric": "rmse" if task == "denoiser" else "accuracy",
+        "metric": task.metric,
         "problem": None,
         "batch_size": 32,
     }
@@ -124,7 +117,7 @@ def runs(options: argparse.Namespace) -> Iterator[tuple[str, float, int, dict]]:
     """Arm, learning rate, seed and result of every run: the first seed at all rates, the others at the best one at
     which none of them breaks down."""
     finished = Runs(options.output)
-    chosen = arms(tasks.NUM_LAYERS[options.task])
+    chosen = arms(TASKS[options.task].num_layers)
     first, *others = options.seeds
 
     def run(arm: str, rate: float, seed: int) -> dict:

@@ -26,11 +26,11 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-import runs_to_specification
 import torch
 from datasets import load_dataset
 from harness import Runs, fit
 from peft import LoraConfig
+from runs_to_specification import TASKS
 from transformers import set_seed
 
 from hf_descent import SFTDescentConfig, SFTDescentTrainer
@@ -121,25 +121,21 @@ def train_decoder(kind: str, options: argparse.Namespace, settings: dict, seed: 
 
 def train_other(kind: str, options: argparse.Namespace, settings: dict, seed: int, steps: int):
     """As `train_decoder`, of an encoder or a denoiser."""
-    if kind == "denoiser":
-        make = partial(runs_to_specification.denoiser, options.smoke)
-        size = runs_to_specification.BATCH["denoiser"]
-        metric = "rmse"
-    else:
-        texts = ("minilm", options.minilm, options.rt_polarity)
-        make = partial(runs_to_specification.minilm, *texts)
-        size = runs_to_specification.BATCH["minilm"]
-        metric = "accuracy"
+    task = TASKS["denoiser"]
+    if kind != "denoiser":
+        task = TASKS["minilm"]
 
-    make()  # reads the data, once
+    task.make(options)  # reads the data, once
     set_seed(seed)
-    model, (rows, _, test), given, extra = make()
-    given.update(learning_rate=RATES[kind], per_device_train_batch_size=size, max_steps=steps)
-    given.update(settings, seed=seed)
+    model, (rows, _, test), given, extra = task.make(options)
+    given.update(learning_rate=RATES[kind], per_device_train_batch_size=task.batch)
+    given.update(settings, max_steps=steps, seed=seed)
     trainer, seconds = fit(model, rows, given, **extra)
 
     gamma = given.get("noise_gamma", 0.0)
-    profile = trainer.evaluate_layers(test, gamma=gamma, metric=metric, problem=None, batch_size=32)
+    profile = trainer.evaluate_layers(
+        test, gamma=gamma, metric=task.metric, problem=None, batch_size=32
+    )
     return trainer, profile, seconds
 
 

@@ -24,46 +24,29 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 import torch
 from datasets import concatenate_datasets
 from harness import Runs, fit
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 
+from hf_descent import DescentTrainer
 from hf_descent.commands import demo
 from hf_descent.constraints.problem import DescentProblem
 from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import DataArguments, load_text_classification, tokenize
+from hf_descent.evaluation.profiles import LayerProfile
 from hf_descent.loading import load_tokenizer
 from hf_descent.models import LinearReadoutForSequenceClassification
 
 
-# Those of the denoiser, but the easy one, are fixed on seed 100, by the rule in README.md; the others are not.
-EXITS = {
-    "denoiser": {"one": {3: 0.16}, "easy": {3: 0.25}, "two": {2: 0.35, 4: 0.08}, "defaults": {}},
-    "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}, "defaults": {}},
-    "imdb": {"one": {3: 0.1}, "defaults": {}},
-    "lm": {"one": {3: 0.25}, "defaults": {}},
-}
 ARMS = ("plain", "ours", "fixed", "quadratic", "hinge", "deep_supervision")
 OBJECTIVES = {"plain": "erm", "ours": "descent"}  # of the arms that have another name
 WITHOUT_COEFFICIENTS = ("plain", "deep_supervision")
-LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,), "imdb": (1e-4,), "lm": (3e-3,)}
-DEFAULT_RATES = {
-    "denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "imdb": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2),
-}  # fmt: skip
-STEPS = {"denoiser": 600, "minilm": 300, "imdb": 300, "lm": 1200}
-BATCH = {"denoiser": 32, "minilm": 16, "imdb": 16, "lm": 8}
-METRICS = {"denoiser": "rmse"}  # the others': accuracy
-NUM_LAYERS = {"denoiser": 5, "minilm": 6, "imdb": 6, "lm": 5}
-# Losses of the noisy input, and of balanced classes.
-CHANCE = {"denoiser": 1.0, "minilm": math.log(2), "imdb": math.log(2)}
-# What is held out, as parts of the data and the files that they are read from; all rows, or 4,000 of each.
-TEXTS = {"minilm": {"validation": "validation", "test": "test"}, "imdb": {"validation": "test"}}
 OURS = {
     "dual_optim": "pi",
     "dual_learning_rate": 0.04,
@@ -72,6 +55,7 @@ OURS = {
 }
 MOST = 0.5  # of the dual rate and the margin, which a search of "ours" doubles
 GROWTH = 10.0  # of a coefficient whose row is missed
+SMOKE_STEPS = 4
 
 
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
@@ -175,7 +159,10 @@ def distance(run: dict) -> tuple:
     return any(run["missed"]), run["broke"], run["beyond"], run["select"][-1]
 
 
-# ---- tasks ----
+# ---- data and models ----
+
+# A model, its rows to train on, to select on and to certify on, settings of the trainer, and its further arguments.
+Made = tuple[PreTrainedModel, list, dict, dict]
 
 
 @cache
@@ -184,43 +171,55 @@ def pans() -> tuple[torch.Tensor, ...]:
     return photo_pans(6144).split([4096, 512, 1536])
 
 
-def denoiser(smoke: bool):
+def denoiser(options: argparse.Namespace) -> Made:
     parts = pans()
-    steps = STEPS["denoiser"]
-    if smoke:
-        steps = 4
+    steps = TASKS["denoiser"].steps
+    if options.smoke:
+        steps = SMOKE_STEPS
         parts = [clips[:64] for clips in parts]
 
-    model, config = demo.denoiser(pans()[0], steps)
-    return model, [demo.rows_of(clips) for clips in parts], config, {}
+    model, settings = demo.denoiser(pans()[0], steps)
+    return model, [demo.rows_of(clips) for clips in parts], settings, {}
+
+
+def minilm_on_rt_polarity(options: argparse.Namespace) -> Made:
+    files = {"train": "train", "validation": "validation", "test": "test"}
+    return minilm(options.minilm, options.rt_polarity, files)
+
+
+def minilm_on_imdb(options: argparse.Namespace) -> Made:
+    return minilm(options.minilm, options.imdb, {"train": "train", "validation": "test"})
+
+
+def minilm(encoder: str, folder: str, files: dict[str, str]) -> Made:
+    """`files` has the parts of the data, and the names of the files that they are read from."""
+    tokenizer, rows = texts(encoder, folder, tuple(files.items()))
+    model = LinearReadoutForSequenceClassification.from_encoder(encoder, "mean", num_labels=2)
+    settings = {"lr_scheduler_type": "linear", "warmup_steps": 0.06}
+    return model, rows, settings, {"processing_class": tokenizer}
 
 
 @cache
-def texts(kind: str, model_path: str, folder: str):
-    """1,000 rows of the training file to select on; the other files to certify."""
-    tokenizer = load_tokenizer(model_path)
-    parts = {"train": "train", **TEXTS[kind]}
-    files = {
-        f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in parts.items()
-    }
-
-    arguments = DataArguments(label_column="label", max_eval_samples=4000, **files)
+def texts(encoder: str, folder: str, files: tuple[tuple[str, str], ...]):
+    """Tokenizer and rows: 1,000 of the training file to select on; the other files to certify, of each all rows, or
+    4,000."""
+    tokenizer = load_tokenizer(encoder)
+    paths = {f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in files}
+    arguments = DataArguments(label_column="label", max_eval_samples=4000, **paths)
     data = tokenize(load_text_classification(arguments), tokenizer, 64)
 
     rows = data["train"].shuffle(seed=0)
-    certify = concatenate_datasets([data[part] for part in TEXTS[kind]])
-    return tokenizer, [rows.select(range(1000, len(rows))), rows.select(range(1000)), certify]
+    held_out = [data[part] for part, _ in files if part != "train"]
+    train = rows.select(range(1000, len(rows)))
+    select = rows.select(range(1000))
+    return tokenizer, [train, select, concatenate_datasets(held_out)]
 
 
-def minilm(kind: str, model_path: str, folder: str):
-    tokenizer, rows = texts(kind, model_path, folder)
-    model = LinearReadoutForSequenceClassification.from_encoder(model_path, "mean", num_labels=2)
-    return (
-        model,
-        rows,
-        {"lr_scheduler_type": "linear", "warmup_steps": 0.06},
-        {"processing_class": tokenizer},
-    )
+def lm(options: argparse.Namespace) -> Made:
+    tokenizer, rows = instructions(options.stories260k, options.alpaca)
+    model = AutoModelForCausalLM.from_pretrained(options.stories260k, dtype=torch.float32)
+    extra = {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
+    return model, rows, {"lr_scheduler_type": "linear"}, extra
 
 
 @cache
@@ -236,99 +235,194 @@ def instructions(model_path: str, file: str):
     )
     rows = rows.filter(lambda row: max(row["labels"][1:]) >= 0)  # cut before its answer
 
-    return tokenizer, [
-        rows.select(range(1500, len(rows))),
-        rows.select(range(500)),
-        rows.select(range(500, 1500)),
-    ]
+    train = rows.select(range(1500, len(rows)))
+    select = rows.select(range(500))
+    certify = rows.select(range(500, 1500))
+    return tokenizer, [train, select, certify]
 
 
-def lm(model_path: str, file: str):
-    tokenizer, rows = instructions(model_path, file)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    return (
-        model,
-        rows,
-        {"lr_scheduler_type": "linear"},
-        {"data_collator": DataCollatorForSeq2Seq(tokenizer)},
-    )
+# ---- tasks ----
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data, how long it is trained, and what is asked of it.
+
+    Attributes:
+        make: gives model, rows and settings, by the options of the command.
+        exits: by the name of each specification, the layers that get an exit, and the eps of each.
+        rates: the learning rates that a search begins with.
+        default_rates: those that are tried with the package's defaults.
+        chance: the loss of a guess; `None` where it is measured.
+        needs: the options that name its files.
+    """
+
+    make: Callable[[argparse.Namespace], Made]
+    exits: dict[str, dict[int, float]]
+    num_layers: int
+    steps: int
+    batch: int
+    rates: tuple[float, ...]
+    default_rates: tuple[float, ...]
+    chance: float | None = None
+    metric: str = "accuracy"
+    needs: tuple[str, ...] = ()
+
+    def steps_of(self, options: argparse.Namespace) -> int:
+        if options.smoke:
+            return SMOKE_STEPS
+        return self.steps
+
+
+# The exits of the denoiser, but the easy one, are fixed on seed 100, by the rule in README.md; the others are not.
+TASKS = {
+    "denoiser": Task(
+        make=denoiser,
+        exits={"one": {3: 0.16}, "easy": {3: 0.25}, "two": {2: 0.35, 4: 0.08}},
+        num_layers=5,
+        steps=600,
+        batch=32,
+        rates=(1e-3, 2e-3),
+        default_rates=(5e-4, 1e-3, 2e-3),
+        chance=1.0,  # of the noisy input
+        metric="rmse",
+    ),
+    "minilm": Task(
+        make=minilm_on_rt_polarity,
+        exits={"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}},
+        num_layers=6,
+        steps=300,
+        batch=16,
+        rates=(1e-4,),
+        default_rates=(5e-5, 1e-4, 2e-4),
+        chance=math.log(2),  # of balanced classes
+        needs=("minilm", "rt_polarity"),
+    ),
+    "imdb": Task(
+        make=minilm_on_imdb,
+        exits={"one": {3: 0.1}},
+        num_layers=6,
+        steps=300,
+        batch=16,
+        rates=(1e-4,),
+        default_rates=(5e-5, 1e-4, 2e-4),
+        chance=math.log(2),
+        needs=("minilm", "imdb"),
+    ),
+    "lm": Task(
+        make=lm,
+        exits={"one": {3: 0.25}},
+        num_layers=5,
+        steps=1200,
+        batch=8,
+        rates=(3e-3,),
+        default_rates=(1e-3, 3e-3, 1e-2),
+        needs=("stories260k", "alpaca"),
+    ),
+}
+
+
+def task_of(name: str) -> Task:
+    kind, _ = name.split("_")
+    return TASKS[kind]
+
+
+def exits_of(name: str) -> dict[int, float]:
+    """What a specification such as "denoiser_one" asks; nothing for "denoiser_defaults"."""
+    kind, specification = name.split("_")
+    if specification == "defaults":
+        return {}
+    return TASKS[kind].exits[specification]
+
+
+# ---- a run ----
 
 
 def train(
-    task: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int
+    name: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int
 ) -> dict:
     """One run: layer losses on the select and the certify rows, which rows are met there, and processor seconds."""
-    kind = task.split("_")[0]
-    texts = (minilm, kind, options.minilm)
-    make, *sources = {
-        "denoiser": (denoiser, options.smoke),
-        "minilm": (*texts, options.rt_polarity),
-        "imdb": (*texts, options.imdb),
-        "lm": (lm, options.stories260k, options.alpaca),
-    }[kind]
-
-    make(*sources)  # reads the data, once
-    set_seed(seed)  # the head is drawn after it
-    model, (rows, select, certify), given, extra = make(*sources)
-    given.update(learning_rate=rate, per_device_train_batch_size=BATCH[kind], seed=seed)
-    given.update(settings, max_steps=steps_of(kind, options))
-    trainer, seconds = fit(model, rows, given, **extra)
-
-    evaluate = partial(
-        trainer.evaluate_layers,
-        gamma=given.get("noise_gamma", 0.0),
-        metric=METRICS.get(kind, "accuracy"),
-        problem=None,
-        batch_size=32,
-    )
-    profiles = [evaluate(select), evaluate(certify)]
-    problem = problem_of(kind, exits, trainer, profiles[0].chance)
-    verdicts = [
-        replace(profile, problem=problem.state_dict()).certificate() for profile in profiles
+    task = task_of(name)
+    trained = fit_model(task, options, settings, rate, seed)
+    problem = problem_of(task, exits, trained)
+    select, certify = [
+        replace(profile, problem=problem.state_dict()).certificate()
+        for profile in (trained.select, trained.certify)
     ]
 
+    losses = trained.select.losses
+    has_learned = np.isfinite(losses).all() and losses[-1] < problem.chance
     multipliers = None
-    if trainer.multipliers is not None:
-        multipliers = trainer.multipliers.values.tolist()
+    if trained.trainer.multipliers is not None:
+        multipliers = trained.trainer.multipliers.values.tolist()
 
-    last = profiles[0].losses[-1]
     return {
-        "select": profiles[0].losses.tolist(),
-        "certify": profiles[1].losses.tolist(),
-        "values": profiles[1].values.tolist(),
-        "verdicts": [verdict.verdicts for verdict in verdicts],
-        "radii": verdicts[1].radii.tolist(),
-        "share": verdicts[1].descent_share,
-        "met": verdicts[1].feasible,
+        "select": losses.tolist(),
+        "certify": trained.certify.losses.tolist(),
+        "values": trained.certify.values.tolist(),
+        "verdicts": [select.verdicts, certify.verdicts],
+        "radii": certify.radii.tolist(),
+        "share": certify.descent_share,
+        "met": certify.feasible,
         "multipliers": multipliers,
-        "seconds": seconds,
-        "missed": [verdict != "met" for verdict in verdicts[0].verdicts],
-        "broke": not (np.isfinite(profiles[0].losses).all() and last < problem.chance),
+        "seconds": trained.seconds,
+        "missed": [verdict != "met" for verdict in select.verdicts],
+        "broke": not has_learned,
     }
 
 
-def steps_of(kind: str, options: argparse.Namespace) -> int:
-    if options.smoke:
-        return 4
-    return STEPS[kind]
+@dataclass
+class Trained:
+    """A trained model: what it reaches on the select and the certify rows, and the processor seconds that it took."""
+
+    trainer: DescentTrainer
+    select: LayerProfile
+    certify: LayerProfile
+    seconds: float
 
 
-def problem_of(kind: str, exits: dict, trainer, measured: float) -> DescentProblem:
+def fit_model(
+    task: Task, options: argparse.Namespace, settings: dict, rate: float, seed: int
+) -> Trained:
+    task.make(options)  # reads the data, once
+    set_seed(seed)  # the head is drawn after it
+    model, (rows, select, certify), own, extra = task.make(options)
+
+    own.update(learning_rate=rate, per_device_train_batch_size=task.batch, seed=seed)
+    own.update(settings, max_steps=task.steps_of(options))
+    trainer, seconds = fit(model, rows, own, **extra)
+
+    evaluate = partial(
+        trainer.evaluate_layers,
+        gamma=own.get("noise_gamma", 0.0),
+        metric=task.metric,
+        problem=None,
+        batch_size=32,
+    )
+    return Trained(trainer, evaluate(select), evaluate(certify), seconds)
+
+
+def problem_of(task: Task, exits: dict, trained: Trained) -> DescentProblem:
     """What is asked of a model: the exits, or else what the trainer asks, or the line for one that asks nothing."""
-    chance = CHANCE.get(kind, measured)
+    chance = task.chance
+    if chance is None:
+        chance = trained.select.chance
     if exits:
-        return DescentProblem(None, chance, NUM_LAYERS[kind], exit_targets=exits)
-    if trainer.problem is not None:
-        return trainer.problem
-    return DescentProblem("line", chance, NUM_LAYERS[kind])
+        return DescentProblem(None, chance, task.num_layers, exit_targets=exits)
+    if trained.trainer.problem is not None:
+        return trained.trainer.problem
+    return DescentProblem("line", chance, task.num_layers)
+
+
+# ---- searches ----
 
 
 def runner(
     options: argparse.Namespace, task: str, arm: str, seed: int
 ) -> Callable[[tuple[float, ...], float], dict]:
     """Makes a run of these coefficients at this learning rate, or finds it among the finished ones."""
-    kind, number = task.split("_")
-    exits = EXITS[kind][number]
+    exits = exits_of(task)
+    steps = task_of(task).steps_of(options)
     finished = Runs(options.output)
 
     def run(coefficients, rate):
@@ -337,7 +431,7 @@ def runner(
             chosen.update(options.settings)
 
         key = {"task": task, "exits": exits, "rate": rate, "seed": seed}
-        key.update(chosen, steps=steps_of(kind, options))
+        key.update(chosen, steps=steps)
         of_run = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
         losses = [round(loss, 4) for loss in of_run["certify"]]
         start = f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}"
@@ -354,10 +448,9 @@ def runner(
 def searches(options: argparse.Namespace) -> Iterator[tuple[str, str, int, list[dict]]]:
     """Task, arm, seed and runs of every search."""
     for seed, task, arm in itertools.product(options.seeds, options.tasks, options.arms):
-        kind, number = task.split("_")
         run = runner(options, task, arm, seed)
-        rates = LEARNING_RATES[kind]
-        yield task, arm, seed, search(arm, len(EXITS[kind][number]), rates, options.budget, run)
+        rates = task_of(task).rates
+        yield task, arm, seed, search(arm, len(exits_of(task)), rates, options.budget, run)
 
 
 def defaults(options: argparse.Namespace) -> str:
@@ -371,14 +464,14 @@ def defaults(options: argparse.Namespace) -> str:
 
     for kind, arm in itertools.product(options.defaults, ("plain", "ours")):
         task = f"{kind}_defaults"
-        tried = [runner(options, task, arm, first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
+        run_first = runner(options, task, arm, first)
+        tried = [run_first((1.0,), rate) for rate in TASKS[kind].default_rates]
         rate = min(tried, key=lambda found: found["select"][-1])["rate"]
 
         for seed in options.seeds:
             run = runner(options, task, arm, seed)((1.0,), rate)
-            losses, values = (
-                " ".join(f"{value:.3f}" for value in run[name]) for name in ("certify", "values")
-            )
+            losses = " ".join(f"{value:.3f}" for value in run["certify"])
+            values = " ".join(f"{value:.3f}" for value in run["values"])
             share = "-"
             if run["share"] is not None:
                 share = f"{run['share']:.2f}"
@@ -402,7 +495,6 @@ def table(options: argparse.Namespace) -> str:
     names = ["task", "arm", "seed", "runs", "met by first", "f_L", "f_k / f_L", "seconds"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for task, arm, seed, runs in searches(options):
-        exits = [int(layer) for layer in EXITS[task.split("_")[0]][task.split("_")[1]]]
         number = f"{len(runs)}"
         shown = found_by(runs)
         if shown is None:
@@ -410,8 +502,9 @@ def table(options: argparse.Namespace) -> str:
             shown = min(runs, key=lambda run: (run["broke"], run["beyond"]))
 
         last = shown["certify"][-1]
-        ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
-        first = f"{sum(run['met'] for run in runs[: len(LEARNING_RATES[task.split('_')[0]])])}"
+        losses = [shown["certify"][layer - 1] for layer in exits_of(task)]
+        ratios = ", ".join(f"{loss / last:.3f}" for loss in losses)
+        first = sum(run["met"] for run in runs[: len(task_of(task).rates)])
         seconds = sum(run["seconds"] for run in runs)
 
         lines.append(
@@ -442,7 +535,7 @@ def holds(options: argparse.Namespace) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    tasks = [f"{kind}_{number}" for kind in EXITS for number in EXITS[kind] if number != "defaults"]
+    tasks = [f"{kind}_{name}" for kind, task in TASKS.items() for name in task.exits]
     parser.add_argument(
         "--tasks", nargs="+", choices=tasks, default=["denoiser_one", "denoiser_two"]
     )
@@ -465,7 +558,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stories260k", help="folder of the language model stories260K")
     parser.add_argument("--alpaca", help="train.parquet of Stanford Alpaca")
     help = "compare the package's defaults to plain training, instead"
-    parser.add_argument("--defaults", nargs="+", choices=EXITS, default=[], help=help)
+    parser.add_argument("--defaults", nargs="+", choices=TASKS, default=[], help=help)
     help = "train with the settings that each search found and every other seed, and count those that meet it, instead"
     parser.add_argument("--holds", action="store_true", help=help)
     parser.add_argument(
@@ -473,13 +566,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(argv)
 
-    needed = {
-        "minilm": ["minilm", "rt_polarity"], "imdb": ["minilm", "imdb"], "lm": ["stories260k", "alpaca"],
-    }  # fmt: skip
-    for kind, names in needed.items():
-        is_asked = kind in [task.split("_")[0] for task in options.defaults or options.tasks]
-        if is_asked and not all(getattr(options, name) for name in names):
-            parser.error(f"The tasks of {kind} need --{' and --'.join(names)}.")
+    asked = options.defaults
+    if not asked:
+        asked = {name.split("_")[0] for name in options.tasks}
+    for kind in asked:
+        needs = TASKS[kind].needs
+        if not all(getattr(options, name) for name in needs):
+            parser.error(f"The tasks of {kind} need --{' and --'.join(needs)}.")
 
     return options
 

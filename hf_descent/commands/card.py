@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..hub.facts import OPTIONAL_FILES, collect, write_card
+from ..hub.facts import OLD_FILES, collect, write_card
 from ..runs import RunFolder
 from .closing import next_step
 
@@ -38,9 +38,7 @@ def run(args: argparse.Namespace) -> None:
             folder_path=args.run,
             commit_message="Upload model and card",
             ignore_patterns=ignored,
-            delete_patterns=list(
-                OPTIONAL_FILES
-            ),  # of a former model; this one's, where there are any, are uploaded
+            delete_patterns=list(OLD_FILES),
         )
         print(f"Uploaded to {commit.repo_url}")
     else:

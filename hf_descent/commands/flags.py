@@ -77,12 +77,6 @@ def card(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--test_data", help="name of the test data; by default the first of `--datasets`"
     )
-    parser.add_argument(
-        "--benchmark",
-        nargs=3,
-        metavar=("DATASET", "TASK", "METRIC"),
-        help="benchmark on the Hub that the results belong to, a task of its eval.yaml, and a metric of the results",
-    )
     parser.add_argument("--license", help="id of the licence, such as apache-2.0")
     parser.add_argument("--language", nargs="+", help="codes of the languages, such as en")
     parser.add_argument(

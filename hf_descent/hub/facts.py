@@ -8,13 +8,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import eval_result_entries_to_yaml
 from transformers.utils import CONFIG_NAME, logging
 
 from ..configs import upper_level
@@ -27,7 +24,7 @@ from ..extras import is_installed
 from ..files import atomic_write, find_json, plain
 from ..loading import ADAPTER, no_model_in
 from ..runs import RunFolder
-from .render import PAPER, TAGS, benchmark_entry, metrics_of, render
+from .render import PAPER, TAGS, render
 
 
 logger = logging.get_logger(__name__)
@@ -44,19 +41,16 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
 }
 # What a custom readout, where there is one, has measured.
 MEASURED_BY_READOUT = (
-    "evaluation", "evaluated", "split", "noise_curve", "layer_profile", "verdict",
+    "evaluation", "split", "noise_curve", "layer_profile", "verdict",
 )  # fmt: skip
 # Facts that people give, kept when the model is trained again. The rest of a card belongs to one training.
 GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
-    "limits", "benchmark",
+    "limits",
 )  # fmt: skip
-BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
 # Version 0.2 measured drafts by the first layers, and wrote code for `generate` that made them.
 OLD_RESULT = "speculation_profile"
-OLD_DECODING = ("custom_generate/generate.py", "custom_generate/requirements.txt")
-# Removed where the last training has none.
-OPTIONAL_FILES = (BENCHMARK_FILE, *OLD_DECODING)
+OLD_FILES = ("custom_generate/generate.py", "custom_generate/requirements.txt")
 
 
 def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
@@ -67,10 +61,10 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     Args:
         folder (`str` or `Path`): the folder of the run.
         facts: of a trainer, or `GIVEN` by people; they replace what was known, except those that are `None`.
-            `datasets` are those trained on, `limits` sentences, `benchmark` the id of a data set on the Hub, a task
-            and a metric. `readout` is the name of the function that measured in place of the model's own head, or "".
+            `datasets` are those trained on, `limits` sentences. `readout` is the name of the function that measured
+            in place of the model's own head, or "".
 
-    ValueError where the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
+    ValueError where the folder holds no model, or a file of it cannot be read.
     """
     folder = Path(folder).absolute()  # a name on the Hub is no folder
     run = RunFolder(folder)
@@ -98,9 +92,6 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
         )
         for name in MEASURED_BY_READOUT:
             card.pop(name, None)
-
-    if facts.get("benchmark"):
-        _check_benchmark(facts["benchmark"], card, folder)
 
     return plain(card)
 
@@ -153,7 +144,7 @@ def _model_facts(
 
 def _known(run: RunFolder, folder: Path) -> dict[str, Any]:
     """What the card of this training says but for its results, and what people gave that of any training."""
-    left_out = (*RESULTS, OLD_RESULT, "baseline", "evaluated")
+    left_out = (*RESULTS, OLD_RESULT, "baseline", "benchmark", "evaluated")
     known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
     of_people = find_json(str(folder), run.CARD)
     known.update({name: value for name, value in of_people.items() if name in GIVEN})
@@ -174,8 +165,6 @@ def _evaluation(run: RunFolder) -> dict[str, Any]:
             found.setdefault("split", None)
             continue
 
-        written = (run.path / f"{prefix}_results.json").stat().st_mtime
-        found["evaluated"] = datetime.fromtimestamp(written, timezone.utc).date().isoformat()
         found["split"] = split
         found["evaluation"] = {
             name: value for name, value in results.items() if name.startswith(f"{prefix}_")
@@ -220,16 +209,6 @@ def _with_newer(evaluation: Mapping[str, Any], curve: Mapping[str, Any]) -> dict
     return {name: newer.get(name.split("_", 1)[-1], value) for name, value in evaluation.items()}
 
 
-def _check_benchmark(benchmark: Sequence[str], card: Mapping[str, Any], folder: Path) -> None:
-    metrics = metrics_of(card.get("evaluation"))
-    metric = benchmark[2]
-    if metric not in metrics:
-        measured = ", ".join(metrics) if metrics else "no evaluation"
-        raise ValueError(
-            f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has."
-        )
-
-
 def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[str]:
     """Draw what was measured of a run; the names of the files."""
     from ..evaluation.plots import plot_curves, plot_layers, save_figure
@@ -243,7 +222,7 @@ def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[
 
 
 def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
-    """Write `model_card.json`, `README.md` with its figures, and a benchmark's result in the Hub's own format.
+    """Write `model_card.json`, and `README.md` with its figures.
 
     Arguments as for [`collect`], whose values are returned.
     """
@@ -254,33 +233,16 @@ def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     if is_installed("matplotlib") and not card["readout"]:
         card["figures"] = _save_figures(run, {card["model_name"]: [run]}, folder)
 
-    # All texts are made before any is written, so that a card that fails leaves the old one.
-    contents = {
-        RunFolder.CARD: json.dumps(card, indent=2) + "\n",
-        "README.md": str(render(card)),
-        **_optional_contents(card),
-    }
-
-    for name in OPTIONAL_FILES:
-        if name not in contents:
-            (folder / name).unlink(missing_ok=True)
+    # Both texts are made before any is written, so that a card that fails leaves the old one.
+    contents = {RunFolder.CARD: json.dumps(card, indent=2) + "\n", "README.md": str(render(card))}
+    for name in OLD_FILES:
+        (folder / name).unlink(missing_ok=True)
 
     for name, content in contents.items():
-        (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
             file.write(content)
 
     return card
-
-
-def _optional_contents(card: Mapping[str, Any]) -> dict[str, str]:
-    """Those of `OPTIONAL_FILES` that a card asks for, with their texts."""
-    contents = {}
-    entry = benchmark_entry(card)
-    if entry is not None:
-        entries = eval_result_entries_to_yaml([entry])
-        contents[BENCHMARK_FILE] = yaml.safe_dump(entries, sort_keys=False)
-    return contents
 
 
 def _shown(result: Result) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData
-from huggingface_hub.constants import ENDPOINT
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
+from ..configs import DescentArguments, DualSettings
 from ..constraints.objectives import objective_class
 from ..evaluation.noise_curves import SUMMARIES
 
@@ -45,24 +46,15 @@ NO_METRICS = (
     "runtime", "per_second", "epoch", "layer_", "violation", "feasible", "@", "ratio_", "descent_share",
     "largest_rise", "num_", "preparation_time", "_radius", "eval_samples", "test_samples", "_steps",
 )  # fmt: skip
-# Settings of the dual step, which acts in "descent" alone.
-DUAL_SETTINGS = (
-    "dual_learning_rate", "dual_optim", "normalize_violations", "max_last_layer_rise", "dual_warmup_steps",
-    "dual_holdout", "resilience", "multiplier_max", "negative_weights", "normalize_weights",
-)  # fmt: skip
-# Values by which a setting is off.
+# Values by which a setting of Trainer is off.
 NEUTRAL = {
-    "resilience": 0,
-    "noise_gamma": 0,
     "eval_gammas": [0],
-    "normalize_weights": False,
     "gradient_accumulation_steps": 1,
     "label_smoothing_factor": 0,
     "max_steps": -1,
     "weight_decay": 0,
     "warmup_steps": 0,
     "world_size": 1,
-    "dual_warmup_steps": 0,
     "train_sampling_strategy": "random",
 }
 # Parts of a card for which an empty dict stands where they are missing.
@@ -106,7 +98,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     if "split" in card:
         title += f", {card['split']} data"
 
-    settings = {f"`{name}`": value for name, value in settings_that_acted(card["settings"]).items()}
+    settings = {f"`{name}`": value for name, value in shown_settings(card["settings"]).items()}
     return ModelCard.from_template(
         ModelCardData(**metadata),
         template_path=str(TEMPLATE),
@@ -154,49 +146,19 @@ def answers(card: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def settings_that_acted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without those that a run with the others does not read, or that are off."""
+def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without those that are off or at the defaults of this package, and without those of the dual step
+    where there is none."""
     known = _known(settings)
-    silent = {name for name, neutral in NEUTRAL.items() if known.get(name) == neutral}
-    silent |= _silent_by_objective(known.get("objective", "erm"))
-    silent |= _silent_by_constraints(known)
+    neutral = {argument.name: argument.default for argument in fields(DescentArguments)}
+    neutral.update(NEUTRAL)
+    neutral.pop("objective")
     if known.get("max_steps", -1) > 0:
-        silent.add("num_train_epochs")
-    return {name: value for name, value in known.items() if name not in silent}
-
-
-def _silent_by_objective(name: str) -> set[str]:
-    """Settings that the objective of this name does not read."""
-    objective = objective_class(name)
-    silent = set()
-    if not objective.is_constrained:
-        silent |= {"descent_strength", "constrained_layers", "initial_loss_bound", "target_margin"}
-    if objective.is_plain:
-        silent.add("readout_token_fraction")
-    if not objective.moves_multipliers:
-        silent.update(DUAL_SETTINGS)
-    if not objective.takes_coefficient:
-        silent.add("penalty_coefficient")
-    return silent
-
-
-def _silent_by_constraints(settings: Mapping[str, Any]) -> set[str]:
-    """Settings that the constraints of a run do not read."""
-    silent = set()
-    has_targets = bool(settings.get("exit_targets") or settings.get("loss_targets"))
-    rows = settings.get("descent_alpha", "targets" if has_targets else "line")
-    if rows == "targets":
-        silent.add("descent_strength")
-    if not has_targets:
-        silent.add("target_margin")
-    if rows in ("line", "auto", "targets"):
-        silent.add("negative_weights")
-    if not settings.get("resilience"):
-        silent.add("resilience_form")
-    if not settings.get("resilience") or settings.get("resilience_form") != "slack":
-        silent |= {"slack_learning_rate", "slack_restart"}
-
-    return silent
+        known.pop("num_train_epochs", None)
+    if not objective_class(known.get("objective", "erm")).moves_multipliers:
+        for argument in fields(DualSettings):
+            known.pop(argument.name, None)
+    return {name: value for name, value in known.items() if neutral.get(name) != value}
 
 
 def metrics_of(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
@@ -210,29 +172,6 @@ def metrics_of(evaluation: Mapping[str, Any] | None) -> dict[str, float]:
         if metric and is_number and not any(word in name for word in NO_METRICS):
             metrics[metric] = float(value)
     return metrics
-
-
-def benchmark_entry(card: Mapping[str, Any]) -> EvalResultEntry | None:
-    """The result for the leaderboard of the card's `benchmark` (dataset, task, metric) on the Hub; `None` where the
-    card names none, or its metric was not measured. What tasks there are, and by which metric, the Hub alone knows."""
-    card = _known(card)
-    if "benchmark" not in card:
-        return None
-
-    dataset, task, metric = card["benchmark"]
-    value = metrics_of(card.get("evaluation")).get(metric)
-    if value is None:
-        return None
-
-    entry = EvalResultEntry(dataset, task, value, date=card.get("evaluated"))
-    entry.notes = metric
-    if "split" in card:
-        entry.notes += f", {card['split']}"
-    if "repo_id" in card:
-        entry.source_url = f"{ENDPOINT}/{card['repo_id']}"
-        entry.source_name = "Model card"
-
-    return entry
 
 
 def _task(card) -> tuple[str | None, str | None]:

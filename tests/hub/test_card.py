@@ -3,17 +3,14 @@
 import dataclasses
 import json
 import math
-import os
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from cards import read, trained
 from datasets import Dataset
-from huggingface_hub import parse_eval_result_entries
 from tiny.data import Stream, classification_data, language_data
 from tiny.models import bert, llama
 from tiny.tokenizers import word_tokenizer
@@ -25,7 +22,7 @@ from hf_descent.early_exit import ConfidenceReport, ExitProfile
 from hf_descent.evaluation import Certificate, LayerProfile
 from hf_descent.evaluation.certificates import ALSO_SELECTED
 from hf_descent.hub.facts import collect, plain, write_card
-from hf_descent.hub.render import answers, metrics_of, render, settings_that_acted
+from hf_descent.hub.render import answers, metrics_of, render, shown_settings
 from hf_descent.runs import RunFolder
 
 
@@ -198,22 +195,21 @@ def test_a_card_answers_whether_the_model_may_stop_after_a_layer():
     assert answers({"settings": {}}) == []
 
 
-def test_a_card_shows_settings_that_acted_alone():
+def test_a_card_shows_settings_that_are_not_at_their_defaults():
     def shown(**settings):
         args = DescentArguments(**settings)
         recorded = dataclasses.asdict(args)
         recorded.update(dataclasses.asdict(args.dual_settings))
-        return settings_that_acted(recorded).keys()
+        return shown_settings(recorded).keys()
 
-    assert {"descent_strength", "dual_learning_rate"} <= shown()
-    assert not {"penalty_coefficient", "slack_restart", "resilience_form", "noise_gamma"} & shown()
-    targets = shown(exit_targets={2: 0.1})
-    assert {"exit_targets", "target_margin"} <= targets and "descent_strength" not in targets
+    dual_settings = {"dual_optim", "dual_learning_rate", "dual_warmup_steps", "target_margin"}
+    assert shown() == {"objective"} | dual_settings
+    assert shown(exit_targets={2: 0.1}) == {"objective", "exit_targets"} | dual_settings
     plain = shown(objective="erm", noise_gamma=0.5)
     assert plain == {"objective", "noise_gamma"}
-    assert "penalty_coefficient" in shown(objective="deep_supervision")
+    assert "penalty_coefficient" in shown(objective="deep_supervision", penalty_coefficient=0.3)
     assert "dual_learning_rate" not in shown(objective="deep_supervision")
-    assert {"resilience", "slack_learning_rate"} <= shown(resilience=0.1, resilience_form="slack")
+    assert {"resilience", "resilience_form"} <= shown(resilience=0.1, resilience_form="slack")
     assert "negative_weights" in shown(descent_alpha=0.1, negative_weights="keep")
 
 
@@ -480,36 +476,3 @@ def test_metrics_of_other_rows_than_those_of_the_profile_do_not_hide_metrics_of_
     (tmp_path / "eval_results.json").unlink()
     card = collect(tmp_path)
     assert card["split"] is None and card["evaluation"] is None
-
-
-def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):
-    def entries():
-        return parse_eval_result_entries(
-            yaml.safe_load((tmp_path / ".eval_results/hf_descent.yaml").read_text())
-        )
-
-    trainer = trained(tmp_path, save_strategy="no")
-    named = ["card", str(tmp_path), "--benchmark", "someone/benchmark", "default"]
-    with pytest.raises(ValueError, match="metric 'accuracy'; .* has no evaluation"):
-        cli.main([*named, "accuracy"])
-    trainer.save_metrics("test", {"test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
-    with pytest.raises(ValueError, match="metric 'f1'; .* has accuracy, loss"):
-        cli.main([*named, "f1"])
-    assert not (tmp_path / ".eval_results").exists()
-    os.utime(tmp_path / "test_results.json", (4e9, 4e9))  # seconds, in 2096
-    cli.main([*named, "accuracy"])
-    written = json.loads((tmp_path / "test_results.json").read_text())
-    (entry,) = entries()
-    assert (entry.dataset_id, entry.task_id, entry.value) == (
-        "someone/benchmark",
-        "default",
-        written["test_accuracy"],
-    )
-    assert (entry.date, entry.notes, entry.source_url) == ("2096-10-02", "accuracy, test", None)
-    trainer = trained(tmp_path, save_strategy="no")  # of which nothing is known yet
-    os.utime(tmp_path / "test_results.json", (0, 0))
-    trainer.create_model_card()
-    assert not (tmp_path / ".eval_results/hf_descent.yaml").exists()
-    trainer.save_metrics("test", {"test_accuracy": 0.75})
-    trainer.create_model_card()
-    assert [entry.value for entry in entries()] == [0.75]

@@ -98,7 +98,6 @@ PRIVATE_NAMES = {
         "_scaled_dot_product_flash_attention_for_cpu": "as `_grouped_mm`",
         "_scaled_dot_product_flash_attention_for_cpu_backward": "as `_grouped_mm`",
         "_to_copy": "as `_grouped_mm`",
-        "_unsafe_view": "as `_grouped_mm`",
     },
 }
 

@@ -186,7 +186,7 @@ def test_short_help_is_about_arguments_that_exist():
     assert {*SHORT_HELP, *RARE} <= names
 
 
-@pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"show", "env"}))  # a page, a report
+@pytest.mark.parametrize("name", sorted({*cli.COMMANDS} - {"show"}))  # a page
 def test_every_command_ends_with_the_next_one(name):
     source = (Path(cli.__file__).parent / "commands" / f"{name}.py").read_text()
     assert "next_step(" in source or "import OutputArguments, report" in source

@@ -78,6 +78,5 @@ COMMANDS = {
         Command("generate", USE, "answer instructions with a language model"),
         Command("show", USE, "open a local page: type a text, see what every layer predicts", flags.show),
         Command("card", USE, "write the model card of a run, and upload both if you ask for it", flags.card),
-        Command("env", "Other", "print versions and devices, for a bug report", flags.env),
     )
 }  # fmt: skip

@@ -88,7 +88,3 @@ def card(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--private", action="store_true", help="make a repository that is created private"
     )
-
-
-def env(parser: argparse.ArgumentParser) -> None:
-    """There are none."""

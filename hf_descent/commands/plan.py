@@ -1,8 +1,7 @@
 """`hf-descent plan RECIPE`: the memory and operations that a recipe's training will take, and what settings change.
 
-The recipe is one of `sft` or `classify`, whose flags the command takes as well; the folder of a run stands for the
-recipe of its training. Only the model's config is read, from a `config.json` beside the recipe, from the Hub or a
-folder; no weights and no GPU are needed (`hf_descent/planning`).
+The recipe is one of `sft` or `classify`, whose flags the command takes as well. Only the model's config is read, from
+a `config.json` beside the recipe, from the Hub or a folder; no weights and no GPU are needed (`hf_descent/planning`).
 """
 
 import importlib.util
@@ -10,7 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -23,13 +21,10 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import CONFIG_NAME
 
 from ..data.splits import check_arguments
-from ..files import find_json
-from ..loading import ADAPTER, CAUSAL_LMS, architecture_of
 from ..planning.meter import PARTS
 from ..planning.model import StepCost
 from ..planning.recipe import PlannedRecipe, Shape
-from ..runs import RunFolder
-from .arguments import HELP, models_of, parse_recipe, record_of
+from .arguments import HELP, models_of, parse_recipe
 from .closing import next_step
 
 
@@ -74,23 +69,15 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
         return _parsed(_command_of(set()), argv, prog, usage, description)
 
     (recipe,) = recipes
-    flags = [*argv[1:], "--use_cpu", "true", "--tf32", "false"]
-    if not os.path.isdir(recipe):
-        with open(recipe, "rb") as file:  # an error in it names the file
-            values = yaml.safe_load(file)
-        if values is None:
-            values = {}
-        module = _command_of(set(values))
-        parsed = _parsed(module, ["--config", recipe, *flags], prog, usage, description)
-        _read_config_beside(recipe, values, model_args=parsed[2])
-        return parsed
-
-    module = importlib.import_module(f"hf_descent.commands.{_command_that_trained(recipe)}")
-    with TemporaryDirectory() as folder:
-        path = os.path.join(folder, "recipe.yaml")
-        with open(path, "w", encoding="utf-8") as file:
-            yaml.safe_dump(_recipe_of(recipe, module), file)
-        return _parsed(module, ["--config", path, *flags], prog, usage, description)
+    with open(recipe, "rb") as file:  # an error in it names the file
+        values = yaml.safe_load(file)
+    if values is None:
+        values = {}
+    module = _command_of(set(values))
+    flags = ["--config", recipe, *argv[1:], "--use_cpu", "true", "--tf32", "false"]
+    parsed = _parsed(module, flags, prog, usage, description)
+    _read_config_beside(recipe, values, model_args=parsed[2])
+    return parsed
 
 
 def _read_config_beside(recipe: str, values: Mapping[str, Any], model_args: Any) -> None:
@@ -125,38 +112,6 @@ def _arguments(module: ModuleType) -> set[str]:
     return {field.name for kind in module.argument_types for field in fields(kind)}
 
 
-def _command_that_trained(run: str) -> str:
-    architecture = architecture_of(run)
-    if architecture.endswith("ForSequenceClassification"):
-        return "classify"
-    if architecture in CAUSAL_LMS or architecture.endswith("ForCausalLM"):
-        return "sft"
-    raise ValueError(
-        f"{run!r} is a {architecture}; text classifiers and causal language models can be planned."
-    )
-
-
-def _recipe_of(run: str, module: ModuleType) -> dict[str, Any]:
-    """The recipe that a run's folder stands for: its model, and what it recorded of its arguments. ValueError for an
-    adapter, whose base the folder does not have."""
-    if find_json(run, ADAPTER):
-        raise ValueError(f"{run!r} holds an adapter: give the recipe of its training.")
-    summary = RunFolder(run).summary
-    known = _arguments(module)
-    recipe = {}
-    for recorded in (summary.get("command", {}), summary.get("arguments", {}), record_of(run)):
-        for name, value in recorded.items():
-            if name in known:
-                recipe[name] = value
-
-    recipe = {name: value for name, value in recipe.items() if value not in (None, "unset")}
-    # The model has its pooling and its depth by now.
-    for name in ("pooling", "unrolled_layers"):
-        recipe.pop(name, None)
-
-    return {**recipe, "model_name_or_path": run, "output_dir": run}
-
-
 def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args: Any) -> None:
     """Prints the plan: a step as configured, and with other settings."""
     _check_planned(model_args, args)
@@ -169,7 +124,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     recipe = PlannedRecipe(partial(load, module), model_args, args, length, is_language_model)
     probe = recipe.model.probe()
     settings = recipe.settings(plan_args.processes)
-    costs = recipe.costs(settings)
+    costs = [recipe.cost(setting) for setting in settings]
     configured, plain = costs[:2]
     launched = recipe.model.launched(configured, plan_args.processes)
 

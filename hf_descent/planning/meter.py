@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -17,15 +16,6 @@ from ..readout.stack import LayerStack, tensors
 
 PARTS = ("weights", "gradients", "optimizer", "hidden states", "readout")
 _aten = torch.ops.aten
-# How many tensors the most frequent operations take, for whose results fake tensors need three times as long as torch.
-QUICK = {
-    _aten.mm: 2,
-    _aten._unsafe_view: 1,
-    _aten.detach: 1,
-    _aten.expand: 1,
-    _aten.t: 1,
-    _aten.view: 1,
-}
 
 
 def _attention(formula, count, *args, **kwargs):
@@ -160,17 +150,7 @@ class Meter(TorchDispatchMode):
 
 def _result(func, args, kwargs) -> Any:
     """What an operation gives on fake tensors."""
-    operands = args[: QUICK.get(func._overloadpacket, 0)]
-    if operands and all(_is_plain(tensor) for tensor in operands):
-        mode = operands[0].fake_mode
-        with fake_tensor.in_kernel_invocation_manager(mode):
-            out = func(*args, **kwargs)
-        return fake_tensor.FakeTensor(mode, out, operands[0].fake_device)
     if func is _aten._grouped_mm.default:  # whose fake results torch has in bf16 alone
         left, right = (tensor.bfloat16() for tensor in args[:2])
         return func(left, right, *args[2:], **kwargs).to(args[0].dtype)
     return func(*args, **kwargs)
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is fake_tensor.FakeTensor and tensor.constant is None

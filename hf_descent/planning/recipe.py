@@ -1,11 +1,8 @@
 """The step of a recipe's training, as configured and with other settings."""
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -96,13 +93,6 @@ class PlannedRecipe:
             return self._changed(setting)
         return None
 
-    def costs(self, settings: list[Setting]) -> list[StepCost | None]:
-        """The cost of each of the settings, found in two processes where that works."""
-        last_first = settings[::-1]  # they take the longest
-        with _workers(self) as cost_of_each:
-            costs = list(cost_of_each(last_first))
-        return costs[::-1]
-
     def _changed(self, setting: Setting) -> StepCost:
         args = replace(self.args, **{setting.name: setting.value})
         return self.model.step(self._batch(args.per_device_train_batch_size), args)
@@ -124,30 +114,3 @@ class PlannedRecipe:
         if self.is_language_model:
             return {**inputs, "labels": ids, "use_cache": False}
         return {**inputs, "labels": torch.arange(rows) % 2}
-
-
-_recipe: PlannedRecipe | None = None  # in a worker process: that whose costs it finds
-
-
-def _begin(recipe: PlannedRecipe) -> None:
-    global _recipe
-    _recipe = recipe
-    torch.set_num_threads(1)  # a fork leaves the other threads behind
-
-
-def _cost(setting: Setting) -> StepCost | None:
-    return _recipe.cost(setting)
-
-
-@contextmanager
-def _workers(
-    recipe: PlannedRecipe,
-) -> Iterator[Callable[[Iterable[Setting]], Iterable[StepCost | None]]]:
-    """A function that gives the costs of settings in order: by two forked processes, which have the model without a
-    copy, or in this one where autograd fails in a forked process."""
-    if sys.platform != "linux" or torch.accelerator.is_available():
-        yield lambda settings: map(recipe.cost, settings)
-        return
-
-    with ProcessPoolExecutor(2, get_context("fork"), _begin, (recipe,)) as pool:
-        yield lambda settings: pool.map(_cost, settings)

@@ -1,6 +1,5 @@
 """`hf-descent plan`: a recipe and a config in, a table out."""
 
-import json
 import re
 import shutil
 import sys
@@ -271,59 +270,3 @@ def test_a_recipe_that_is_no_yaml_is_named(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(yaml.YAMLError, match=r"bad\.yaml"):
         plan.parse([str(tmp_path / "bad.yaml")], "hf-descent plan", "")
-
-
-@pytest.fixture
-def run_folder(tmp_path):
-    """What the training of a classifier leaves."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    config = AutoConfig.for_model("bert", vocab_size=50, num_hidden_layers=3, **sizes)
-    config.architectures = ["BertForSequenceClassification"]
-    config.save_pretrained(tmp_path)
-    summary = {
-        "command": {"model_name_or_path": "bert", "pooling": "mean_linear", "text_column": "words"},
-        "arguments": {
-            "learning_rate": 0.03,
-            "gradient_accumulation_steps": 4,
-            "descent_strength": 0.25,
-            "world_size": 1,
-            "warmup_steps": "unset",
-        },
-    }
-    (tmp_path / "descent_config.json").write_text(json.dumps(summary))
-    return tmp_path
-
-
-def test_the_folder_of_a_run_stands_for_its_recipe(run_folder):
-    words = [str(run_folder), "--max_seq_length", "24", "--learning_rate", "0.1"]
-    module, _, model_args, data_args, args = plan.parse(words, "hf-descent plan", "")
-    assert module.__name__ == "hf_descent.commands.classify"
-    assert (model_args.model_name_or_path, model_args.pooling) == (str(run_folder), "head")
-    assert (data_args.text_column, data_args.max_seq_length) == ("words", 24)
-    assert (args.gradient_accumulation_steps, args.descent_strength) == (4, 0.25)
-    assert args.learning_rate == 0.1  # flags win
-
-
-@pytest.mark.slow
-def test_a_run_is_planned(run_folder, capsys):
-    cli.main(["plan", str(run_folder), "--max_seq_length", "24"])
-    printed = capsys.readouterr().out
-    assert "BertForSequenceClassification: 3 layers" in printed
-    assert "4 micro-batches of 8 x 24 tokens" in printed
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"architectures": ["ViTForImageClassification"]}, "text classifiers and causal"),
-        (None, "holds an adapter: give the recipe"),
-    ],
-)
-def test_folders_that_stand_for_no_recipe_are_refused(run_folder, change, message):
-    if change is None:
-        (run_folder / "adapter_config.json").write_text(json.dumps({"task_type": "SEQ_CLS"}))
-    else:
-        values = json.loads((run_folder / "config.json").read_text())
-        (run_folder / "config.json").write_text(json.dumps(values | change))
-    with pytest.raises(ValueError, match=message):
-        plan.parse([str(run_folder)], "hf-descent plan", "")

@@ -683,6 +683,43 @@ def language_model_exits() -> str:
     return markdown(*script("defaults").exit_table(lines_of("defaults.jsonl")))
 
 
+def exits_of_language_models() -> str:
+    """The exits that language models were asked for with constraints, and what each reached."""
+    llama = [
+        runs[-1]["certify"][2] / runs[-1]["certify"][-1] for runs in searches("lm_one", "ours")
+    ]
+    steps = script("runs_to_specification").TASKS["lm"].steps
+    training = f"all weights, {steps:,} steps"
+    rows = [["tiny Llama", "3 of 5", training, str(len(llama)), "1.25", mean(llama, 2)]]
+
+    lora = [
+        run["losses"][3] / run["losses"][-1]
+        for run in lines_of("defaults.jsonl")
+        if run["settings"]["kind"] == "lora" and run["settings"]["arm"] == "exit"
+    ]
+    steps = script("defaults").STEPS["lora"]
+    rows.append(
+        ["tiny Llama", "4 of 5", f"LoRA, {steps} steps", str(len(lora)), "1.25", mean(lora, 2)]
+    )
+
+    (epoch,) = [row for row in rows_of("SmolLM2, an epoch on a GPU") if row["arm"] == "descent"]
+    training = f"all weights, an epoch of {epoch['steps']} steps"
+    rows.append(["SmolLM2-135M", "15 of 30", training, "1", "1.1", f"{epoch['f_15 / f_30']:.2f}"])
+
+    adapters = [
+        row["f_15"] / row["f_30"]
+        for row in rows_of("SmolLM2, exits")
+        if row["arm"] == "descent" and row["trained weights"] == "adapters" and not row["dual rate"]
+    ]
+    training = "LoRA of rank 16, 300 steps"
+    rows.append(
+        ["SmolLM2-135M", "15 of 30", training, str(len(adapters)), "1.1", mean(adapters, 2)]
+    )
+
+    header = ["model", "layer of the exit", "training", "seeds", "ratio asked", "ratio reached"]
+    return markdown(header, rows)
+
+
 def best_runs(name: str, task: str) -> dict[str, list[dict]]:
     """Of each arm of a task the runs at its best learning rate."""
     arms = defaultdict(list)
@@ -816,6 +853,7 @@ TABLES = {
     "defaults by kind": defaults_by_kind,
     "exits under the limit": exits_under_the_limit,
     "language model exits": language_model_exits,
+    "exits of language models": exits_of_language_models,
     "steps": steps,
     "operators": operators,
     "evaluations": evaluations,

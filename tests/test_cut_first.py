@@ -2,7 +2,8 @@
 
 import cut_first
 import pytest
-from harness import Runs
+import torch
+from harness import InTurn, Runs
 
 
 def test_every_arm_of_the_denoiser_runs_and_is_kept(tmp_path, capsys):
@@ -22,16 +23,16 @@ def test_every_arm_of_the_denoiser_runs_and_is_kept(tmp_path, capsys):
 def test_one_depth_a_step_has_all_the_weight(turn):
     class Trainer:
         class multipliers:
-            values = cut_first.torch.ones(3)
+            values = torch.ones(3)
 
     class State:
         global_step = 8 + turn
 
-    cut_first.InTurn(Trainer).on_step_begin(None, State, None)
-    expected = cut_first.torch.zeros(3)
+    InTurn(Trainer).on_step_begin(None, State, None)
+    expected = torch.zeros(3)
     if turn < 3:
-        expected[turn] = cut_first.MOST
-    assert cut_first.torch.equal(Trainer.multipliers.values, expected)
+        expected[turn] = InTurn.MOST
+    assert torch.equal(Trainer.multipliers.values, expected)
 
 
 def test_a_rate_at_which_a_seed_breaks_down_is_passed_over(tmp_path, monkeypatch):

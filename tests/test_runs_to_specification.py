@@ -1,8 +1,10 @@
 import math
 from dataclasses import replace
 
+import cut_first
 import pytest
 import runs_to_specification as benchmark
+from harness import Runs
 
 from hf_descent import DescentConfig
 
@@ -25,6 +27,8 @@ from hf_descent import DescentConfig
         ("quadratic", (5, 20), math.inf, [(1,), (10,), (100,)]),
         ("hinge", (5, 20), math.inf, [(1,), (10,), (100,)]),
         ("deep_supervision", (5, 20), math.inf, [(1,)]),
+        ("sorted", (5, 20), math.inf, [(1,)]),
+        ("cut_first", (5, 20), math.inf, [(1,)]),
         ("quadratic", (5, 200), 150, [(1,), (10,), (100,), (1000,)]),
     ],
 )
@@ -65,6 +69,43 @@ def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "train", None)
     assert benchmark.main([*options, "--output", str(output)]) == table
     assert len(output.read_text().splitlines()) == 6
+
+
+def test_models_that_are_cut_first_stand_in_the_place_of_the_layers(tmp_path):
+    words = ["--smoke", "--tasks", "denoiser_two", "--seeds", "0"]
+    arms = ["--arms", "plain", "cut_first", "cut_first_longer"]
+    file = str(tmp_path / "runs.jsonl")
+    table = benchmark.main([*words, *arms, "--output", file])
+    runs = {}
+    for run in Runs(file).all():
+        settings = run["settings"]
+        runs[settings["rate"], settings.get("cut_first", "plain")] = run
+
+    rate = 1e-3
+    plain = runs[rate, "plain"]
+    same_steps = runs[rate, "same steps"]
+    words = ["denoiser", "--smoke", "--seeds", "0", "--rates", str(rate)]
+    file = str(tmp_path / "cut.jsonl")
+    cut_first.main([*words, "--arms", "cut 2", "cut 4, same compute", "--output", file])
+    cut_2, longer_4 = Runs(file).all()
+
+    for what, of_short in (("select", "select"), ("certify", "report"), ("values", "values")):
+        expected = list(plain[what])
+        expected[1] = cut_2[of_short][-1]
+        assert same_steps[what][:3] == expected[:3] and same_steps[what][4] == expected[4]
+        assert runs[rate, "same compute"][what][3] == longer_4[of_short][-1]
+    assert plain["verdicts"] != same_steps["verdicts"] or plain["radii"] != same_steps["radii"]
+    assert len(same_steps["seconds_each"]) == 3
+    assert table.count("not in 6") == 2  # three models at each of two rates
+
+
+def test_one_depth_a_step_trains_the_exits_alone(tmp_path):
+    words = ["--smoke", "--tasks", "denoiser_one", "--seeds", "0", "--arms", "sorted"]
+    benchmark.main([*words, "--output", str(tmp_path / "runs.jsonl")])
+    run, *_ = Runs(str(tmp_path / "runs.jsonl")).all()
+    assert run["settings"]["in_turn"] and run["multipliers"] == [
+        0.0
+    ]  # the fourth step is that of layer 5
 
 
 def test_settings_that_a_search_found_are_tried_with_the_other_seeds(tmp_path, monkeypatch):

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness import Runs, fit
+from harness import InTurn, Runs, fit
 from runs_to_specification import TASKS
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from hf_descent.early_exit import truncate
 
@@ -33,21 +33,6 @@ from hf_descent.early_exit import truncate
 RESULTS = Path(__file__).parent / "results" / "cut_first.jsonl"
 RATES = {"denoiser": (5e-4, 1e-3, 2e-3, 4e-3), "minilm": (5e-5, 1e-4, 2e-4)}
 BROKEN = 2.0  # a seed whose loss is so many times that of the first has broken down
-MOST = 1e6  # a weight beside which the last layer's own weight of 1 is nothing
-
-
-class InTurn(TrainerCallback):
-    """One depth a step: its loss alone is minimised."""
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        weights = self._trainer.multipliers.values
-        weights.zero_()
-        turn = state.global_step % (len(weights) + 1)
-        if turn < len(weights):
-            weights[turn] = MOST
 
 
 def arms(depth: int) -> dict[str, dict]:

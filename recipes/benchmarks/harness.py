@@ -39,6 +39,25 @@ class Clock(TrainerCallback):
         self._start = None
 
 
+class InTurn(TrainerCallback):
+    """One depth a step, in turn: the loss of one exit alone is minimised, or that of the last layer.
+
+    With `objective="fixed"` and `normalize_weights`. Sorted fine-tuning (arXiv 2309.08968) trains nested models so.
+    """
+
+    MOST = 1e6  # a weight beside which the last layer's own weight of 1 is nothing
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        weights = self._trainer.multipliers.values
+        weights.zero_()
+        turn = state.global_step % (len(weights) + 1)
+        if turn < len(weights):
+            weights[turn] = self.MOST
+
+
 def parser(description: str, **sizes: int) -> argparse.ArgumentParser:
     """Of a benchmark with these sizes, whose defaults are given, and with rounds, threads and a file for results."""
     found = argparse.ArgumentParser(description=description.split("\n")[0])

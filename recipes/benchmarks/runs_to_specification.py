@@ -9,6 +9,11 @@ arms, whole runs each:
 - fixed: f_L + sum_k c_k f_k with constant weights;
 - quadratic, hinge: f_L + c/2 sum_k [violation_k]^2, or c sum_k [violation_k];
 - deep_supervision: the sum of the losses of all layers, with nothing to search but the learning rate;
+- layerskip: LayerSkip's loss, with weights that grow with depth; likewise;
+- sorted: one depth a step, the exits and the whole model in turn (Sorted fine-tuning, arXiv 2309.08968); likewise;
+- cut_first: a model for each exit, cut to its depth and then fine-tuned, beside the whole one by plain training, whose
+  f_L is that of the specification. With cut_first_longer a model of k layers takes L / k times as many steps, so that
+  it costs what the whole one does;
 - plain: training without any of it, for comparison.
 
 The coefficients start at 1. Those of exits that are missed grow tenfold, and a coefficient at which training breaks
@@ -24,13 +29,13 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
 import torch
 from datasets import concatenate_datasets
-from harness import Runs, fit
+from harness import InTurn, Runs, fit
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 
 from hf_descent import DescentTrainer
@@ -39,14 +44,16 @@ from hf_descent.constraints.problem import DescentProblem
 from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import DataArguments, load_text_classification, tokenize
+from hf_descent.early_exit import truncate
 from hf_descent.evaluation.profiles import LayerProfile
 from hf_descent.loading import load_tokenizer
 from hf_descent.models import LinearReadoutForSequenceClassification
 
 
-ARMS = ("plain", "ours", "fixed", "quadratic", "hinge", "deep_supervision")
+CUT_FIRST = {"cut_first": "same steps", "cut_first_longer": "same compute"}
+WITHOUT_COEFFICIENTS = ("plain", "deep_supervision", "layerskip", "sorted", *CUT_FIRST)
+ARMS = ("ours", "fixed", "quadratic", "hinge", *WITHOUT_COEFFICIENTS)
 OBJECTIVES = {"plain": "erm", "ours": "descent"}  # of the arms that have another name
-WITHOUT_COEFFICIENTS = ("plain", "deep_supervision")
 OURS = {
     "dual_optim": "pi",
     "dual_learning_rate": 0.04,
@@ -59,7 +66,18 @@ SMOKE_STEPS = 4
 
 
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
-    """The arguments of `DescentConfig` that make an arm."""
+    """The arguments of `DescentConfig` that make an arm; `cut_first` and `in_turn` are those of `train`."""
+    if arm in CUT_FIRST:
+        return {"objective": "erm", "cut_first": CUT_FIRST[arm]}
+    if arm == "sorted":
+        return {
+            "objective": "fixed",
+            "exit_targets": exits,
+            "fixed_multipliers": [0.0] * len(exits),
+            "dual_warmup_steps": 0.0,
+            "normalize_weights": True,
+            "in_turn": True,
+        }
     if arm in WITHOUT_COEFFICIENTS:
         return {"objective": OBJECTIVES.get(arm, arm)}
     settings = {"objective": OBJECTIVES.get(arm, arm)}
@@ -343,7 +361,12 @@ def train(
 ) -> dict:
     """One run: layer losses on the select and the certify rows, which rows are met there, and processor seconds."""
     task = task_of(name)
-    trained = fit_model(task, options, settings, rate, seed)
+    if "cut_first" in settings:
+        is_longer = settings["cut_first"] == "same compute"
+        trained = fit_each_depth(task, options, exits, is_longer, rate, seed)
+    else:
+        trained = fit_model(task, options, settings, rate, seed)
+
     problem = problem_of(task, exits, trained)
     select, certify = [
         replace(profile, problem=problem.state_dict()).certificate()
@@ -356,7 +379,7 @@ def train(
     if trained.trainer.multipliers is not None:
         multipliers = trained.trainer.multipliers.values.tolist()
 
-    return {
+    result = {
         "select": losses.tolist(),
         "certify": trained.certify.losses.tolist(),
         "values": trained.certify.values.tolist(),
@@ -369,27 +392,46 @@ def train(
         "missed": [verdict != "met" for verdict in select.verdicts],
         "broke": not has_learned,
     }
+    if trained.seconds_each:
+        result["seconds_each"] = trained.seconds_each
+    return result
 
 
 @dataclass
 class Trained:
-    """A trained model: what it reaches on the select and the certify rows, and the processor seconds that it took."""
+    """A trained model: what it reaches on the select and the certify rows, and the processor seconds that it took; of
+    several models those of each one, too."""
 
     trainer: DescentTrainer
     select: LayerProfile
     certify: LayerProfile
     seconds: float
+    seconds_each: list[float] = field(default_factory=list)
 
 
 def fit_model(
-    task: Task, options: argparse.Namespace, settings: dict, rate: float, seed: int
+    task: Task,
+    options: argparse.Namespace,
+    settings: dict,
+    rate: float,
+    seed: int,
+    depth: int | None = None,
+    longer: float = 1.0,
 ) -> Trained:
+    """One model, cut to `depth` layers first where that is given."""
+    settings = dict(settings)
+    if settings.pop("in_turn", False):
+        settings["callbacks"] = [InTurn]
+
     task.make(options)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
     model, (rows, select, certify), own, extra = task.make(options)
 
+    if depth is not None:
+        model = truncate(model, depth)
+
     own.update(learning_rate=rate, per_device_train_batch_size=task.batch, seed=seed)
-    own.update(settings, max_steps=task.steps_of(options))
+    own.update(settings, max_steps=round(task.steps_of(options) * longer))
     trainer, seconds = fit(model, rows, own, **extra)
 
     evaluate = partial(
@@ -400,6 +442,40 @@ def fit_model(
         batch_size=32,
     )
     return Trained(trainer, evaluate(select), evaluate(certify), seconds)
+
+
+def fit_each_depth(
+    task: Task, options: argparse.Namespace, exits: dict, is_longer: bool, rate: float, seed: int
+) -> Trained:
+    """The whole model by plain training, and one for each exit that is cut to its depth first. Their losses are those
+    of one model, which has the exits' own models in place of its layers."""
+    plain = {"objective": "erm"}
+    trained = fit_model(task, options, plain, rate, seed)
+    trained.seconds_each.append(trained.seconds)
+
+    for layer in exits:
+        longer = 1.0
+        if is_longer:
+            longer = task.num_layers / layer
+        short = fit_model(task, options, plain, rate, seed, layer, longer)
+        trained.select = with_last_of(short.select, trained.select, layer)
+        trained.certify = with_last_of(short.certify, trained.certify, layer)
+        trained.seconds += short.seconds
+        trained.seconds_each.append(short.seconds)
+
+    return trained
+
+
+def with_last_of(short: LayerProfile, whole: LayerProfile, layer: int) -> LayerProfile:
+    """The profile of the whole model on some rows, with the last layer of a shorter one on the same rows in the place
+    of `layer`."""
+    losses = whole.losses.copy()
+    values = whole.values.copy()
+    row_sums = whole.row_sums.copy()  # [rows, L + 1], the last column has the items
+    losses[layer - 1] = short.losses[-1]
+    values[layer - 1] = short.values[-1]
+    row_sums[:, layer - 1] = short.row_sums[:, -2]
+    return replace(whole, losses=losses, values=values, row_sums=row_sums)
 
 
 def problem_of(task: Task, exits: dict, trained: Trained) -> DescentProblem:
@@ -489,16 +565,21 @@ def found_by(runs: list[dict]) -> dict | None:
     return min(met, key=lambda run: run["select"][-1], default=None)
 
 
+def trainings_in(runs: list[dict]) -> int:
+    """How many models were trained: one in a run, or one for each depth."""
+    return sum(len(run.get("seconds_each", [run["seconds"]])) for run in runs)
+
+
 def table(options: argparse.Namespace) -> str:
-    """Of every search: runs until the specification was met, how many of the first runs (one per learning rate) met
-    it, f_L and exits of the run that did, processor seconds."""
+    """Of every search: models trained until the specification was met, how many of the first runs (one per learning
+    rate) met it, f_L and exits of the run that did, processor seconds."""
     names = ["task", "arm", "seed", "runs", "met by first", "f_L", "f_k / f_L", "seconds"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for task, arm, seed, runs in searches(options):
-        number = f"{len(runs)}"
+        number = str(trainings_in(runs))
         shown = found_by(runs)
         if shown is None:
-            number = f"not in {len(runs)}"
+            number = f"not in {trainings_in(runs)}"
             shown = min(runs, key=lambda run: (run["broke"], run["beyond"]))
 
         last = shown["certify"][-1]

@@ -9,24 +9,24 @@ from train_steps import train
 from hf_descent.constraints.state import STATE_NAME
 
 
-# From step 30 on the rows have another label, so that f_L rises and the multipliers shrink.
+# From step 30 on the rows have labels of their own, not one for all, so that f_L rises and the multipliers shrink.
 RISING = {
-    "rows": 320,
+    "rows": 400,
     "labels_change_at": 240,
-    "max_steps": 40,
+    "max_steps": 50,
     "descent_alpha": 0.1,
     "dual_learning_rate": 0.1,
     "save_strategy": "steps",
     "save_steps": 5,
 }
-ACTIVE = "checkpoint-35"  # by then the multipliers have begun to shrink
+ACTIVE = "checkpoint-45"  # by then the multipliers have begun to shrink
 
 
 def guard_states(run):
     """The guard's tensors in every checkpoint of a run, by the checkpoint's name."""
     result, _ = run
     states = {}
-    for step in range(5, 41, 5):
+    for step in range(5, 51, 5):
         name = f"checkpoint-{step}"
         tensors = load_file(f"{result['folder']}/{name}/{STATE_NAME}")
         states[name] = {key: value for key, value in tensors.items() if key.startswith("guard.")}

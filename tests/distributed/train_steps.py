@@ -56,8 +56,8 @@ def partly_labelled(count):
 
 
 def with_another_label_from(first, rows):
-    """The rows, all with the label 0, which is soon learned, and from row `first` on with the label 1."""
-    return [{**row, "labels": int(index >= first)} for index, row in enumerate(rows)]
+    """The rows, at first all with the label 0, which is soon learned, and from row `first` on with their own."""
+    return [*({**row, "labels": 0} for row in rows[:first]), *rows[first:]]
 
 
 class Poison(TrainerCallback):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .compat import CheckpointingArguments
+from .constraints.multipliers import OPTIMS, RESILIENCE_FORMS, check_choice
 from .constraints.objectives import OBJECTIVES, Objective, objective_class
 from .constraints.problem import (
     LARGEST,
@@ -39,10 +40,17 @@ JSON_ARGUMENTS = (
     "descent_alpha", "initial_loss_bound", "constrained_layers", "exit_targets", "loss_targets", "fixed_multipliers",
     "max_last_layer_rise", "noise_gamma", "eval_gammas",
 )  # fmt: skip
-# The words that some of them take.
-WORDS = {
-    "descent_alpha": "'auto', 'line' or 'steps'",
-    "max_last_layer_rise": "None for no limit",
+# What each of them takes, in words.
+TAKES = {
+    "descent_alpha": "a number in (0, 1), a list with one for each layer, 'auto', 'line' or 'steps'",
+    "initial_loss_bound": "a number above 0, or 'auto'",
+    "constrained_layers": "a list of layers, as [3, 6]",
+    "exit_targets": "a mapping from layer to share, as {3: 0.05}",
+    "loss_targets": "a mapping from layer to loss, as {3: 0.4}",
+    "fixed_multipliers": "a list with a number for each constraint, or the folder of a constrained run",
+    "max_last_layer_rise": "a share from 0 to 1, as 0.02 for 2 %, or None for no limit",
+    "noise_gamma": "a noise level, or a range as [0, 0.5]",
+    "eval_gammas": "noise levels, as [0, 0.5, 1]",
 }
 # The least and the greatest value of a number, where it is given.
 LIMITS = {
@@ -56,8 +64,8 @@ LIMITS = {
 }
 CHOICES = {
     "objective": OBJECTIVES,
-    "dual_optim": ("adam", "pi", "sgd"),
-    "resilience_form": ("weight_decay", "slack"),
+    "dual_optim": OPTIMS,
+    "resilience_form": RESILIENCE_FORMS,
     "negative_weights": ("keep", "clip", "detach"),
 }
 # Names of metrics, after any prefix: the loss of a layer, any value of one, what only an evaluation under constraints
@@ -293,8 +301,8 @@ class DescentArguments:
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             is_unset = value is None and name == "dual_optim"
-            if value not in choices and not is_unset:
-                raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(choices)}.")
+            if not is_unset:
+                check_choice(name, value, choices)
 
     def _check_numbers(self) -> None:
         for name, (least, most) in LIMITS.items():
@@ -543,7 +551,4 @@ def _parsed(name: str, value: Any) -> Any:
     for parse in (json.loads, float, ast.literal_eval):  # JSON has neither `.5` nor `{3: 0.05}`
         with contextlib.suppress(ValueError, SyntaxError):
             return parse(value)
-    words = WORDS.get(name, "'auto' where it takes it")
-    raise ValueError(
-        f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}."
-    )
+    raise ValueError(f"`{name}` is {value!r}; give {TAKES[name]}.")

@@ -201,16 +201,16 @@ def load_image_processor(name: str):
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which pads with the end of text where it has no padding token; ValueError where none
     is saved with the model (transformers would make one without any word)."""
+    remedy = f"No tokenizer in {name!r}: save it there (`tokenizer.save_pretrained({name!r})`)."
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{name!r} gives no tokenizer: {error}") from error
+        reason, *_ = str(error).splitlines()
+        raise ValueError(f"{remedy} transformers says: {reason}") from error
 
     special_tokens = {*tokenizer.all_special_tokens, "▁"}  # SentencePiece's space
     if not tokenizer.get_vocab().keys() - special_tokens:
-        raise ValueError(
-            f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`)."
-        )
+        raise ValueError(remedy)
 
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

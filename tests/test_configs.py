@@ -10,7 +10,7 @@ import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_descent import DescentConfig, Seq2SeqDescentConfig
-from hf_descent.configs import DescentArguments
+from hf_descent.configs import JSON_ARGUMENTS, TAKES, DescentArguments
 
 
 PARSED = {
@@ -283,3 +283,16 @@ def test_smaller_losses_and_violations_are_better(tmp_path, metric, greater):
     assert args.greater_is_better is greater
     stock = TrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
     assert DescentConfig.from_training_arguments(stock, **numbers).greater_is_better is greater
+
+
+def test_text_that_is_no_value_is_told_what_this_argument_takes(tmp_path):
+    for name in JSON_ARGUMENTS:
+        if name == "fixed_multipliers":  # where text is a folder
+            continue
+        with pytest.raises(
+            ValueError, match=re.escape(f"`{name}` is 'layer3'; give {TAKES[name]}.")
+        ):
+            DescentConfig(tmp_path, **{name: "layer3"})
+
+    with pytest.raises(ValueError, match=r"give a mapping from layer to share, as {3: 0.05}"):
+        DescentConfig(tmp_path, exit_targets="layer3")

@@ -1,5 +1,6 @@
 """The pages have a form that is easy to read, their numbers stand in the results, and their code runs."""
 
+import pydoc
 import re
 import runpy
 
@@ -172,3 +173,21 @@ def test_the_code_of_the_documentation_runs(page, tmp_path, monkeypatch):
                 processing_class=names["tokenizer"],
             )
         exec(block, names)
+
+
+def test_the_reference_names_what_exists():
+    entries = re.findall(
+        r"^::: hf_descent\.(\S+)(?:\n    options: {members: \[([^]]*)\])?",
+        (ROOT / "docs/api.md").read_text(),
+        re.MULTILINE,
+    )
+    assert entries
+    missing = []
+    for path, members in entries:
+        found = pydoc.locate(f"hf_descent.{path}")
+        if found is None:
+            missing.append(path)
+            continue
+        known = {*dir(found), *getattr(found, "__dataclass_fields__", ())}
+        missing += [f"{path}.{name}" for name in members.split(", ") if name not in {"", *known}]
+    assert missing == []

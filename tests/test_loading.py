@@ -128,7 +128,7 @@ def test_a_config_without_an_architecture_is_named(tmp_path):
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "mbart", "nllb-moe"])
 def test_a_tokenizer_that_knows_no_word_is_not_the_models(kind, tmp_path):
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path.name}' has no tokenizer; save the one"):
+    with pytest.raises(ValueError, match=f"No tokenizer in .*{tmp_path.name}': save it there"):
         load_tokenizer(str(tmp_path))
     transformers.AutoConfig.for_model("perceiver").save_pretrained(
         tmp_path

@@ -89,17 +89,27 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _processing(name: str, model: PreTrainedModel, is_onnx: bool) -> tuple[Any, dict | None]:
-    """What prepares the inputs of the model `name`, and a batch of it; no batch of images."""
+    """What prepares the inputs of the model `name`, and a batch of it; no batch of images, and of texts neither where
+    no tokenizer is saved. ValueError where the export needs one."""
     architecture = type(model).__name__
     if architecture.endswith("ForImageClassification"):
         if is_onnx:
             raise ValueError(f"{architecture} reads images: only texts are exported with `onnx`.")
         return load_image_processor(name), None
 
-    tokenizer = load_tokenizer(name)
     config = model.config.get_text_config()
-    if architecture not in CAUSAL_LMS and getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = tokenizer.pad_token_id  # by it causal ones find a row's last token
+    # Causal classifiers find a row's last token by it.
+    lacks_padding = architecture not in CAUSAL_LMS and getattr(config, "pad_token_id", None) is None
+    try:
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        if is_onnx or lacks_padding:
+            raise ValueError(f"{error} Or cut the model in Python: `truncate(model, k)`.") from None
+        print(f"{error} The layers are written without one.\n")
+        return None, None
+
+    if lacks_padding:
+        config.pad_token_id = tokenizer.pad_token_id
     return tokenizer, dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt"))
 
 

@@ -27,10 +27,15 @@ Multipliers live on the host. A step of them is two dozen operations on a few nu
 launch than to compute.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+
+OPTIMS = ("adam", "pi", "sgd")
+RESILIENCE_FORMS = ("weight_decay", "slack")
 
 
 class Multipliers:
@@ -44,6 +49,8 @@ class Multipliers:
         resilience_form (`str`): "weight_decay" or "slack".
         slack_learning_rate (`float`): step size eta_u > 0 of the slacks; c in its place where "sgd" would not settle.
         maximum (`float`, *optional*): cap on every multiplier.
+
+    ValueError for an `optim` or a `resilience_form` of another name.
     """
 
     BETAS = (0.9, 0.999)
@@ -80,6 +87,8 @@ class Multipliers:
         slack_learning_rate: float = 0.02,
         maximum: float | None = None,
     ):
+        check_choice("optim", optim, OPTIMS)
+        check_choice("resilience_form", resilience_form, RESILIENCE_FORMS)
         self.learning_rate = learning_rate
         self.optim = optim
         self.resilience = resilience
@@ -180,6 +189,12 @@ class Multipliers:
         setattr(self, f"{prefix}mean", _as_tensor(mean))
         setattr(self, f"{prefix}square", _as_tensor(square))
         return direction
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """ValueError where the argument `name` is none of its choices."""
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(choices)}.")
 
 
 def _as_array(values: Any) -> np.ndarray:

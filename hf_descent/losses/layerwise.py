@@ -400,7 +400,9 @@ def find_layer_losses(
     if token_fraction is None:
         token_fraction = _default_fraction(tiled.vocab_size)
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
-    logger.info(f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}.")
+    logger.info_once(
+        f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}."
+    )
     return TiledLosses(
         tiled, task, chance_loss, token_fraction, token_statistics, seed, same_tokens
     )
@@ -408,9 +410,9 @@ def find_layer_losses(
 
 def _report_replay(readout: Callable | None, trains: bool) -> None:
     if readout is None:
-        logger.info("Layers are read by the model's own head, run once per layer.")
+        logger.info_once("Layers are read by the model's own head, run once per layer.")
         return
-    logger.info("Layers are read by `readout`, run once per layer.")
+    logger.info_once("Layers are read by `readout`, run once per layer.")
     if trains:
         logger.warning_once(
             "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head, and its card gives "

@@ -149,8 +149,8 @@ def _log_image(
 def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
     """What the console shows of a logging step in training, in one line; `None` for other logs.
 
-    The last layer's loss f_L, the layer that is furthest behind its constraint, the largest violation that training
-    acts on (targets with their `target_margin`), and the range of the multipliers.
+    The last layer's loss f_L, the layer that is furthest behind (where all constraints are met, nearest to its limit),
+    the largest violation that training acts on (targets with their `target_margin`), and the range of the multipliers.
     """
     violations = _by_row("violation", logs)
     if "loss" not in logs or not violations:
@@ -159,11 +159,10 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
 
     name = max(violations, key=violations.get)
     layer = name.rsplit("_", 1)[-1]
-    violation = violations[name]
-    side = "above" if violation > 0 else "below"
-    loss = _number(logs[f"layer_loss_{layer}"])
-    distance = f"{_number(abs(violation))} {side} what is asked"
-    parts.append(f"furthest behind: layer {layer} at {loss}, {distance}")
+    loss = logs[f"layer_loss_{layer}"]
+    limit = loss - violations[name]
+    which = "furthest behind" if violations[name] > 0 else "nearest to its limit"
+    parts.append(f"{which}: layer {layer}, loss {_number(loss)} (limit {_number(limit)})")
 
     if "max_acting_violation" in logs:
         multipliers = _by_row("multiplier", logs).values()

@@ -16,6 +16,8 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BartForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
 )
@@ -252,3 +254,19 @@ def test_an_adapter_is_no_start_of_a_training_but_what_is_made_of_it_is(tmp_path
         ValueError, match=f"`model_name_or_path` '{tmp_path}' is an adapter: start from what"
     ):
         cli.main(argv)
+
+
+def test_layers_are_written_without_a_tokenizer_where_nothing_needs_one(tmp_path, capsys):
+    spread(bert(num_layers=3)).save_pretrained(tmp_path / "whole")
+    export(tmp_path / "whole", 2, tmp_path / "short")
+
+    short = AutoModelForSequenceClassification.from_pretrained(tmp_path / "short")
+    assert len(short.bert.encoder.layer) == 2
+    assert f"No tokenizer in '{tmp_path / 'whole'}': save it there" in capsys.readouterr().out
+
+    needs_padding = LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+    )
+    needs_padding.save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match=r"No tokenizer in (.|\n)*in Python: `truncate\(model"):
+        export(tmp_path / "llama", 1, tmp_path / "llama-short")

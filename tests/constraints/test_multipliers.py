@@ -166,3 +166,12 @@ def test_state_round_trip_and_its_checks():
     ):
         with pytest.raises(ValueError, match=match):
             resumed.load_state_dict(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [("optim", "momentumm", "adam, pi, sgd"), ("resilience_form", "slak", "weight_decay, slack")],
+)
+def test_a_rule_of_another_name_is_refused(name, value, choices):
+    with pytest.raises(ValueError, match=f"`{name}` is '{value}'; choose one of {choices}"):
+        Multipliers(3, 0.1, resilience=0.5, **{name: value})

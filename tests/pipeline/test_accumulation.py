@@ -197,7 +197,7 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path, readouts):
         row["labels"] = torch.full_like(row["labels"], -100)
     reference, _ = run(tmp_path, llama(), data, 8, objective="descent")
     trainer, _ = run(tmp_path, llama(), data, 1, objective="descent")
-    assert readouts() == ["tiles", "tiles"]
+    assert readouts() == ["tiles"]
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     torch.testing.assert_close(
         reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6

@@ -150,10 +150,9 @@ def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):
         violations = {layer: log[f"violation_{layer}"] for layer in (1, 2, 3)}
         behind = max(violations, key=violations.get)
         loss = log[f"layer_loss_{behind}"]
-        distance = abs(violations[behind])
-        side = "above" if violations[behind] > 0 else "below"
+        limit = loss - violations[behind]
         assert f"step {log['step']}/4 | f_L {log['loss']:.3g} | " in line
-        assert f"layer {behind} at {loss:.3g}, {distance:.3g} {side} what is asked" in line
+        assert f"layer {behind}, loss {loss:.3g} (limit {limit:.3g})" in line
         assert ("multipliers" in line) == (log["step"] > 2)
 
     multipliers = [logs[1][f"multiplier_{layer}"] for layer in (1, 2, 3)]
@@ -172,6 +171,19 @@ def test_the_violation_that_training_acts_on_has_its_margin(tmp_path):
     assert log["max_violation"] == pytest.approx(log["layer_loss_2"] - 1)
     assert log["max_acting_violation"] == pytest.approx(log["layer_loss_2"] - 0.75)
     assert training_line(log, 2, 2).count("|") == 5
+
+
+@pytest.mark.parametrize(
+    ("violation", "expected"),
+    [
+        (-0.02, "nearest to its limit: layer 2, loss 0.321 (limit 0.341)"),
+        (0.019, "furthest behind: layer 2, loss 0.321 (limit 0.302)"),
+    ],
+)
+def test_the_line_of_a_step_names_a_loss_and_its_limit(violation, expected):
+    logs = {"loss": 0.3, "layer_loss_1": 0.5, "layer_loss_2": 0.321}
+    violations = {"violation_1": -0.1, "violation_exit_2": violation}
+    assert f" | {expected}" in training_line({**logs, **violations}, 1, 2)
 
 
 @pytest.mark.parametrize("logs", [{}, {"eval_loss": 1.0}, {"loss": 1.0}, {"train_runtime": 1.0}])

@@ -37,7 +37,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results
-from .training.compared_runs import earlier_last_layer, plain_loss_of, plain_loss_on
+from .training.compared_runs import earlier_last_layer, plain_profile_beside, plain_profile_on
 from .training.plain_arm import train_both
 from .training.records import (
     Evaluation,
@@ -367,15 +367,15 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        plain_loss = self._plain_loss_on(eval_dataset)
-        with self._run.evaluating(self._evaluation_of(eval_dataset, plain_loss)):
+        plain = self._plain_profile_on(eval_dataset)
+        with self._run.evaluating(self._evaluation_of(eval_dataset, plain)):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset, *args, **kwargs):
         with self._run.evaluating(self._evaluation_of(test_dataset)):
             return super().predict(test_dataset, *args, **kwargs)
 
-    def _evaluation_of(self, dataset, plain_loss: float | None = None) -> Evaluation:
+    def _evaluation_of(self, dataset, plain: LayerProfile | None = None) -> Evaluation:
         rows = rows_of(self.eval_dataset, dataset)
         name = name_of_set(self.eval_dataset, dataset)
 
@@ -388,7 +388,7 @@ class DescentMixin:
             rows=rows,
             overlaps_training=self._overlaps_training(dataset),
             in_training_loop=self.is_in_train,
-            plain_loss=plain_loss,
+            plain=plain,
             is_of_several=isinstance(rows, dict),
             keeps_verdict=keeps_verdict,
         )
@@ -401,16 +401,18 @@ class DescentMixin:
         )
         return holdout.overlaps_training(self, dataset, known)
 
-    def _plain_loss_on(self, dataset) -> float | None:
-        """f_L of a plain run beside this one on the data of an evaluation, which is looked for once."""
+    def _plain_profile_on(self, dataset) -> LayerProfile | None:
+        """The profile of a plain run beside this one on the data of an evaluation; looked for once."""
         rows = rows_of(self.eval_dataset, dataset)
-        known = self._run.record.plain_losses
+        known = self._run.record.plain_profiles
         if id(rows) in known:
             return known[id(rows)][1]
-        loss = plain_loss_on(self, dataset, self._held_out, self._run.has_started, self._readout)
+        plain = plain_profile_on(
+            self, dataset, self._held_out, self._run.has_started, self._readout
+        )
         if name_of_set(self.eval_dataset, dataset) is not None:
-            known[id(rows)] = (rows, loss)
-        return loss
+            known[id(rows)] = (rows, plain)
+        return plain
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         self._run.begin_evaluation()
@@ -440,7 +442,12 @@ class DescentMixin:
         of_other_data = earlier_last_layer(self, run.references, run.has_started)
         rows = evaluation.gathered(self.accelerator, run.totals, readings, of_other_data)
         additions, certificate = evaluation.layer_metrics(
-            run.judge, rows, run.totals.labels, prefix, run.evaluation.overlaps_training
+            run.judge,
+            rows,
+            run.totals.labels,
+            prefix,
+            run.evaluation.overlaps_training,
+            run.evaluation.plain,
         )
 
         if kind is RunKind.JUDGED:
@@ -580,8 +587,8 @@ class DescentMixin:
                 profile.problem = self.problem.state_dict()
         if profile.problem is not None:
             overlaps_training = self._overlaps_training(rows)
-            plain_loss = plain_loss_of(self, profile, rows, self._run.has_started, self._readout)
-            evaluation.add_facts(profile, self._run.judge, overlaps_training, plain_loss)
+            plain = plain_profile_beside(self, profile, rows, self._run.has_started, self._readout)
+            evaluation.add_facts(profile, self._run.judge, overlaps_training, plain)
         self._run.record.keep_profile(profile, self.state.global_step)
         return profile
 
@@ -620,7 +627,7 @@ class DescentMixin:
         arms = train_both(self, resume_from_checkpoint, eval_dataset, settings)
         rows = rows_of(self.eval_dataset, eval_dataset)
         if not arms.plain.gamma:  # `evaluate` is without noise
-            self._run.record.plain_losses[id(rows)] = (rows, float(arms.plain.losses[-1]))
+            self._run.record.plain_profiles[id(rows)] = (rows, arms.plain)
         return arms
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
@@ -657,6 +664,8 @@ class DescentMixin:
 
         if self.args.should_save:
             RunFolder(folder).write_summary(self._run_summary())
+            if not is_checkpoint and self._readout is None:
+                self._run.record.write(RunFolder(folder), self.state.global_step)
         if is_checkpoint and self.args.save_only_model:
             self._save_run(folder)
 

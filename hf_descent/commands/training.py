@@ -95,7 +95,7 @@ def train_and_report(
     for pair in side_by_side(trainer.args.output_dir):
         level = f", at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
         title = f"Plain training and {pair.objective!r} side by side{level}"
-        _print_once(trainer, f"{title}\n{pair}\n")
+        _print_once(trainer, f"{title}\n{pair.tables}\n")
     _print_once(trainer, closing)
 
 
@@ -143,15 +143,15 @@ def _train_arm(
         # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
+    trainer.save_model()
     if trainer.is_world_process_zero():
-        # Of the weights that are overwritten now. Without a card, the text is the user's own.
+        # Of former weights, and of the validation during training. Without a card, the text is the user's own.
         stale = ["*_results.json", "*_profile.json", "confidence_exit.json", "layer_sets.json"]
         if (folder.path / folder.CARD).exists():
             stale.append("README.md")
         folder.remove_evaluations(*stale)
         write_json(folder.path / folder.DATA, record)
 
-    trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", metrics)
     closing = report()

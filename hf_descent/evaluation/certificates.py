@@ -8,7 +8,7 @@ A constraint is also called a row of the problem. A row of the data is called an
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from .intervals import (
     loss_radii,
     values_of_rows,
 )
-from .price import Price, Reference, percent, price_of
+from .price import PLAIN, Price, Reference, percent, price_of
 from .scoring import Result, format_table
 
 
@@ -116,14 +116,10 @@ class Certificate(Result):
         price = "unknown"
         if self.price is not None and self.price.share is not None:
             price = percent(self.price.share)
-        return f"VERDICT: {self.outcome.upper()}, price {price}"
-
-    def with_plain(self, plain: "float | Result") -> "Certificate":
-        """This verdict, with the price beside a plain run: its f_L, or its [`LayerProfile`] on the same data."""
-        price = self.price
-        if price is None:
-            price = Price(float(self.losses[-1]), None, {})
-        return replace(self, price=replace(price, plain=_last_loss(plain)))
+        line = f"VERDICT: {self.outcome.upper()}, price {price}"
+        if self.feasible and self.price is not None and self.price.warning is not None:
+            line += f", but {self.price.warning}"
+        return line
 
     def __str__(self) -> str:
         lines = [format_table(self._table()), f"{self._summary()}."]
@@ -204,13 +200,14 @@ def certify(
         references (sequence of [`~evaluation.price.Reference`]): f_L at earlier times of the run.
         max_last_layer_rise (`float`, *optional*): no row is met where f_L is shown to be above one of these by more
             than this share.
-        plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data.
+        plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data. Only a profile can
+            show that f_L is above it by more than `max_last_layer_rise`; the headline then says so.
         has_price (`bool`): whether to say the price; plain training has none.
     """
     price = None
     if has_price:
-        plain_loss = None if plain is None else _last_loss(plain)
-        price = price_of(rows, references, max_last_layer_rise, plain_loss)
+        plain_run = None if plain is None else plain_reference(plain)
+        price = price_of(rows, references, max_last_layer_rise, plain_run)
 
     judged = _Judged.of(_on_cpu(problem, chance), rows, confidence, least_rows, chance, price)
     problem = judged.problem
@@ -251,11 +248,18 @@ def certify(
     )
 
 
-def _last_loss(plain: "float | Result") -> float:
-    """f_L of a plain run, given as a number or as its profile."""
+def plain_reference(plain: "float | Result | Reference | Mapping[str, Any]") -> Reference:
+    """f_L of a plain run, given as a number, as its profile on the same data, or as what this function returned (also
+    as JSON has it)."""
+    if isinstance(plain, Reference):
+        return plain
+    if isinstance(plain, Mapping):
+        return Reference(**plain)
     if isinstance(plain, Result):
-        return float(plain.losses[-1])
-    return float(plain)
+        if plain.row_sums is not None:
+            return Reference.measured(PLAIN, plain.row_sums[:, -2:], is_same_data=True)
+        plain = plain.losses[-1]
+    return Reference(PLAIN, float(plain))
 
 
 def _on_cpu(problem: DescentProblem, chance: float | None) -> DescentProblem:

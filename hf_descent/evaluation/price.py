@@ -11,14 +11,15 @@ from .intervals import LEAST_ROWS, confidence_limits, values_of_rows
 
 START = "before training"
 WARMUP = "after the warm-up"
+PLAIN = "plain training"
 
 
 @dataclass
 class Reference:
-    """The loss of the last layer at an earlier time of a run.
+    """The loss of the last layer at an earlier time of a run, or of plain training.
 
     Attributes:
-        name (`str`): the time, in words.
+        name (`str`): the time, in words; or `PLAIN`.
         loss (`float`): f_L then.
         upper (`float`, *optional*): the upper end of its 95 % interval; `None` where there were too few rows.
         rows (float64 `[n, 2]`, *optional*): for each row of the data that is judged, the loss then, summed over its
@@ -89,6 +90,7 @@ class Price:
         references (`dict`): f_L at earlier times, by their names.
         allowed (`float`, *optional*): by what share f_L may be above these (`max_last_layer_rise`).
         exceeded (`str`, *optional*): the name of one that f_L is above by more, with 95 % confidence.
+        exceeds_plain (`bool`): whether f_L is above that of plain training by more, with 95 % confidence.
     """
 
     loss: float
@@ -96,6 +98,7 @@ class Price:
     references: dict[str, float]
     allowed: float | None = None
     exceeded: str | None = None
+    exceeds_plain: bool = False
 
     @property
     def share(self) -> float | None:
@@ -116,12 +119,22 @@ class Price:
             f"{100 * self.allowed:.3g} % is allowed"
         )
 
+    @property
+    def warning(self) -> str | None:
+        """That the model is worse than plain training makes it, where this is shown; `None` elsewhere."""
+        if not self.exceeds_plain or self.share is None:
+            return None
+        return (
+            f"the last layer is {100 * self.share:.1f} % worse than {PLAIN} "
+            f"(limit {100 * self.allowed:.3g} %)"
+        )
+
     def __str__(self) -> str:
         text = f"Last layer: {self.loss:.4g}"
         if self.plain is None:
-            text += "; plain training was not measured on these data"
+            text += f"; {PLAIN} was not measured on these data"
         else:
-            text += f", plain training {_beside(self.loss, self.plain)}"
+            text += f", {PLAIN} {_beside(self.loss, self.plain)}"
         for name, loss in self.references.items():
             text += f"; {name} {_beside(self.loss, loss)}"
         return text
@@ -131,7 +144,7 @@ def price_of(
     rows: np.ndarray,
     references: Sequence[Reference | Mapping[str, Any]],
     allowed: float | None = None,
-    plain: float | None = None,
+    plain: Reference | None = None,
 ) -> Price:
     """The price of a model by its held-out rows.
 
@@ -139,7 +152,7 @@ def price_of(
         rows (float64 `[n, L + 1]`): as `certify` takes them.
         references: f_L at earlier times; also as JSON has them.
         allowed (`float`, *optional*): by what share f_L may be above these.
-        plain (`float`, *optional*): f_L of plain training.
+        plain ([`Reference`], *optional*): f_L of plain training.
     """
     last_layer = rows[:, -2:]
     known = [
@@ -151,7 +164,11 @@ def price_of(
         over = (reference.name for reference in known if reference.is_exceeded(last_layer, allowed))
         exceeded = next(over, None)
     losses = {reference.name: reference.loss for reference in known}
-    return Price(_mean(last_layer), plain, losses, allowed, exceeded)
+    price = Price(_mean(last_layer), None, losses, allowed, exceeded)
+    if plain is not None:
+        price.plain = plain.loss
+        price.exceeds_plain = allowed is not None and plain.is_exceeded(last_layer, allowed)
+    return price
 
 
 def percent(share: float) -> str:

@@ -16,7 +16,7 @@ from ..losses.chance import chance_of
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
-from .certificates import Certificate, certify
+from .certificates import Certificate, certify, plain_reference
 from .fingerprints import Fingerprint
 from .intervals import LEAST_BLOCKS, LEAST_ROWS, half_widths, loss_radii, proportion_radii
 from .price import Reference, on_same_rows
@@ -109,9 +109,10 @@ class LayerProfile(Result):
             **known,
         )
 
-    def keep_plain(self, loss: float) -> None:
-        """Have verdicts on this profile tell the price beside plain training, whose f_L on the same data is `loss`."""
-        self.facts["plain"] = loss
+    def keep_plain(self, plain: "LayerProfile") -> None:
+        """Have verdicts on this profile tell the price beside plain training, whose profile on the same data this
+        is."""
+        self.facts["plain"] = vars(plain_reference(plain))
 
     @property
     def feasible(self) -> bool | None:

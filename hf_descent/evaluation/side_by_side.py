@@ -52,7 +52,7 @@ class SideBySide:
         """The verdict on the constrained model, with its price; `None` without constraints."""
         if self.trained.problem is None:
             return None
-        return self.trained.certificate().with_plain(self.plain)
+        return self.trained.certificate(plain=self.plain)
 
     @property
     def plain_certificate(self) -> Certificate | None:
@@ -63,15 +63,26 @@ class SideBySide:
         facts = {"also_selected": also_selected, "has_price": False}
         return replace(self.plain, problem=self.trained.problem, facts=facts).certificate()
 
-    def __str__(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The verdict, or without constraints the price, in one line."""
+        verdict = self.certificate
+        return f"price {percent(self.price)}" if verdict is None else verdict.headline
+
+    @property
+    def tables(self) -> str:
+        """The layers of both side by side, and the verdict."""
         table = format_table(self._table())
         verdict = self.certificate
         if verdict is None:
             price = Price(float(self.trained.losses[-1]), float(self.plain.losses[-1]), {})
-            return f"{table}\n{price}"
+            return f"{table}\n{price}."
         met = self.plain_certificate.verdicts.count(MET)
-        plainly = f"Plain training meets {met} of these {len(verdict.rows)} rows."
+        plainly = f"Plain training meets {met} of these {len(verdict.rows)} constraints."
         return "\n".join([table, str(verdict), plainly])
+
+    def __str__(self) -> str:
+        return f"{self.tables}\n{self.headline}"
 
     def _table(self) -> list[list[str]]:
         metric = self.trained.metric

@@ -55,14 +55,14 @@ def plain_profiles_of(trainer: Trainer, is_trained: bool) -> list[LayerProfile]:
     return on_first_process(args, profiles, args.output_dir)
 
 
-def plain_loss_on(
+def plain_profile_on(
     trainer: Trainer,
     dataset: Any,
     held_out: Callable,
     is_trained: bool,
     readout: Callable | None,
-) -> float | None:
-    """f_L of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
+) -> LayerProfile | None:
+    """The profile of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
     measured on these very rows. The rows are read once, without the model: those of `held_out(dataset)`."""
     rows = rows_of(trainer.eval_dataset, dataset)
     is_one_set = rows is not None and not isinstance(rows, dict)
@@ -72,32 +72,32 @@ def plain_loss_on(
     profiles = plain_profiles_of(trainer, is_trained)
     if not profiles:
         return None
-    return _loss_of_same_rows(trainer, profiles, held_out(dataset), readout)
+    return _profile_of_same_rows(trainer, profiles, held_out(dataset), readout)
 
 
-def plain_loss_of(
+def plain_profile_beside(
     trainer: Trainer,
     profile: LayerProfile,
     rows: Any,
     is_trained: bool,
     readout: Callable | None,
-) -> float | None:
-    """f_L of that plain run on the data and at the noise level of a profile of `rows`; `None` where it was not
+) -> LayerProfile | None:
+    """The profile of that plain run on the data and at the noise level of a profile of `rows`; `None` where it was not
     measured there."""
     profiles = plain_profiles_of(trainer, is_trained)
     plain = of_same_data(profiles, profile)
     if plain is not None:
-        return float(plain.losses[-1])
+        return plain
 
     if profile.gamma or not has_length(rows):
         return None
-    return _loss_of_same_rows(trainer, profiles, rows, readout)  # in batches of another size
+    return _profile_of_same_rows(trainer, profiles, rows, readout)  # in batches of another size
 
 
-def _loss_of_same_rows(
+def _profile_of_same_rows(
     trainer: Trainer, profiles: list[LayerProfile], rows: Any, readout: Callable | None
-) -> float | None:
-    """f_L by the profile without noise that is of these very rows, in batches of its own size."""
+) -> LayerProfile | None:
+    """The profile without noise that is of these very rows, in batches of its own size."""
     without_noise = [profile for profile in profiles if not profile.gamma]
     if not without_noise:
         return None
@@ -109,6 +109,6 @@ def _loss_of_same_rows(
         with drawing_apart(trainer, model):
             data = fingerprint_of(model, rows, **settings)
         if profile.data == data:
-            return float(profile.losses[-1])
+            return profile
 
     return None

@@ -120,9 +120,10 @@ def layer_metrics(
     labels: ChanceLoss | None,
     prefix: str,
     also_selected: bool = False,
+    plain: LayerProfile | None = None,
 ) -> tuple[dict[str, float], Certificate | None]:
-    """The metrics of an evaluation that read the layers, and its certificate, where the problem is known; `labels` are
-    statistics of the labels of this process's batches."""
+    """The metrics of an evaluation that read the layers, and its certificate, where the problem is known. `labels` are
+    statistics of the labels of this process's batches, `plain` is the profile of plain training on the same rows."""
     sums = rows.sums
     if not len(sums):
         return {}, None
@@ -144,6 +145,7 @@ def layer_metrics(
             data_name=prefix,
             whole_batches=rows.whole_batches,
             references=rows.references,
+            plain=plain,
             **facts_of(dual, dual.problem.state_dict(), also_selected),
         )
         metrics["max_violation"] = certificate.max_violation
@@ -205,13 +207,13 @@ def add_facts(
     profile: LayerProfile,
     judge: DualState | None,
     overlaps_training: bool,
-    plain_loss: float | None,
+    plain: LayerProfile | None,
 ) -> None:
     """Add to a layer profile what a verdict on it reports: facts of training, and f_L of plain training on the same
-    data."""
+    data, by its profile there."""
     profile.facts = facts_of(judge, profile.problem, overlaps_training)
-    if plain_loss is not None:
-        profile.keep_plain(plain_loss)
+    if plain is not None:
+        profile.keep_plain(plain)
 
 
 @contextmanager

@@ -175,9 +175,7 @@ def train_both(
             f"{os.path.join(trainer.args.output_dir, PLAIN_FOLDER)!r}, and resume."
         )
 
-    arms = SideBySide(plain, profile, trainer.args.objective)
-    logger.info(f"Plain training beside {trainer.args.objective!r}, on the same examples:\n{arms}")
-    return arms
+    return SideBySide(plain, profile, trainer.args.objective)
 
 
 def where_to_go_on(trainer: Trainer, resume: str | bool | None) -> str | bool | None:

@@ -166,10 +166,10 @@ class Evaluation:
     """What one call of `evaluate` or `predict` is on."""
 
     rows: Any = None  # the data set; of several sets the dict
-    # Whether training was fitted to some of the rows, or chooses its checkpoint by them.
+    # Whether training has used some of the rows, or chooses its checkpoint by them.
     overlaps_training: bool = False
     in_training_loop: bool = False  # whether it is in training, not before or after it
-    plain_loss: float | None = None  # f_L of plain training on the same rows, where it is known
+    plain: LayerProfile | None = None  # of plain training on the same rows, where it is known
     # Whether it is on several sets, each of which is evaluated inside it.
     is_of_several: bool = False
     keeps_verdict: bool = True  # not of a set beside the one that chooses the best model
@@ -183,9 +183,9 @@ class RunRecord:
     # Time of day at which training started, in seconds; `None` where the trainer only evaluates.
     started: float | None = None
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
-    # By the `id` of an evaluation set the set, so that its `id` stays its own, and f_L of plain training beside this;
-    # `None` where there is none.
-    plain_losses: dict[int, tuple[Any, float | None]] = field(default_factory=dict)
+    # By the `id` of an evaluation set: the set itself, so that no other object gets this `id`, and the layer profile
+    # of plain training on it; `None` where there is none.
+    plain_profiles: dict[int, tuple[Any, LayerProfile | None]] = field(default_factory=dict)
     # What was measured last, by the names of the files, each with the optimizer step after which it was.
     measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
     # The names of the files that were written for a card.

@@ -220,10 +220,7 @@ class DescentRun:
         self.totals = totals
 
     def keep_certificate(self, certificate: Certificate, step: int) -> Certificate:
-        """Keep the certificate of the present evaluation, beside plain training where that was evaluated on the same
-        rows; returns it."""
-        if self.evaluation.plain_loss is not None:
-            certificate = certificate.with_plain(self.evaluation.plain_loss)
+        """Keep the certificate of the present evaluation; returns it."""
         self.certificate = certificate
         if self.evaluation.keeps_verdict:
             self.record.keep_certificate(certificate, step)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hf_descent import DescentProblem
-from hf_descent.evaluation import Certificate, certify
-from hf_descent.evaluation.price import START, WARMUP, Reference, percent, price_of
+from hf_descent.evaluation import Certificate, LayerProfile, certify
+from hf_descent.evaluation.price import PLAIN, START, WARMUP, Reference, percent, price_of
 
 
 def rows_of(first, last):
@@ -42,7 +42,6 @@ def test_the_verdict_begins_with_the_price():
         "Last layer: 2.61; plain training was not measured on these data.\n"
     )
     assert alone.headline == "VERDICT: MET, price unknown"
-    assert alone.with_plain(2.7).headline == "VERDICT: MET, price -3.3 %"
     assert not str(verdict(losses(2.61), has_price=False)).startswith("Last layer")
     few = verdict(losses(2.61, rows=20))
     assert few.headline == "VERDICT: NOT SHOWN, price unknown"
@@ -117,7 +116,9 @@ def test_prices_survive_the_disk(tmp_path):
 )
 def test_a_change_that_rounds_to_none_has_no_minus(share, expected):
     assert percent(share) == expected
-    price = price_of(rows_of([1.0, 1.0], [1.0 + share] * 2), [Reference(START, 1.0)], plain=1.0)
+    price = price_of(
+        rows_of([1.0, 1.0], [1.0 + share] * 2), [Reference(START, 1.0)], plain=Reference(PLAIN, 1.0)
+    )
     assert str(price).count(f"({expected})") == 2
     headline = verdict(losses(2.0 * (1 + share)), plain=2.0).headline
     assert headline == f"VERDICT: MET, price {expected}"
@@ -128,3 +129,44 @@ def test_a_loss_that_was_zero_has_no_percentage():
     found = verdict(losses(2.0), np.zeros(400))
     assert found.reasons == ["f_L was 0 before training"]
     assert "; before training 0.\n" in str(found)
+
+
+def profile(last):
+    rows = rows_of(np.full(len(last), 1.0), last)
+    return LayerProfile("accuracy", rows.mean(axis=0)[:2], np.zeros(2), row_sums=rows)
+
+
+def test_a_verdict_that_is_met_says_that_the_model_is_worse_than_plain_training(tmp_path):
+    plain = losses(3.0)
+    dear = verdict(plain * 1.147, plain=profile(plain))
+    warning = "the last layer is 14.7 % worse than plain training (limit 2 %)"
+    assert dear.verdicts == ["met"]
+    assert dear.headline == f"VERDICT: MET, price +14.7 %, but {warning}"
+
+    dear.to_json(str(tmp_path / "verdict.json"))
+    assert Certificate.from_json(str(tmp_path / "verdict.json")).headline == dear.headline
+
+    # Nothing is shown within the limit, within the noise of the rows, without a limit, nor by a number alone.
+    for last, other, settings in (
+        (plain * 1.01, profile(plain), {}),
+        (losses(3.1, seed=1), profile(plain), {}),
+        (plain * 1.147, profile(plain), {"max_last_layer_rise": None}),
+        (plain * 1.147, 3.0, {}),
+    ):
+        headline = verdict(last, plain=other, **settings).headline
+        assert headline.startswith("VERDICT: MET, price +") and "worse" not in headline
+    few = verdict(losses(3.5, rows=20), plain=profile(losses(3.0, rows=20)))
+    assert few.headline == "VERDICT: NOT SHOWN, price +16.7 %"
+
+
+def test_a_profile_keeps_that_of_plain_training_on_the_disk(tmp_path):
+    trained = profile(losses(3.0) * 1.147)
+    trained.problem = PROBLEM.state_dict()
+    trained.chance = 10.0
+    trained.facts = {"max_last_layer_rise": 0.02}
+    trained.keep_plain(profile(losses(3.0)))
+    trained.to_json(str(tmp_path / "layer_profile.json"))
+    read = LayerProfile.from_json(str(tmp_path / "layer_profile.json"))
+    headline = read.certificate().headline
+    assert headline == trained.certificate().headline
+    assert headline.endswith("but the last layer is 14.7 % worse than plain training (limit 2 %)")

@@ -1,6 +1,7 @@
 """Plain training beside constrained training: both are what they are by themselves, in every bit."""
 
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from tiny.models import bert
 from tiny.training import config
 from transformers import TrainerCallback
 
-from hf_descent import DescentTrainer
+from hf_descent import DescentTrainer, cli
 from hf_descent.evaluation import LayerProfile
 from hf_descent.evaluation.comparison import Run
+from hf_descent.runs import RunFolder
 
 
 ROWS = classification_data(64, pad=False)
@@ -76,6 +78,7 @@ def test_both_arms_are_the_trainings_that_they_would_be_alone(tmp_path, start):
 
 def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_path, caplog):
     asked = {"loss_targets": {1: 0.5}, "descent_alpha": None, "dual_learning_rate": 1.0}
+    caplog.set_level(logging.INFO, "hf_descent")
     trainer = make(tmp_path, "model", learning_rate=3e-2, max_steps=20, **asked)
     found = trainer.train_with_plain()
     plain = Run.load(str(tmp_path / "_plain"), needs_curve=False)
@@ -100,7 +103,11 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
     price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %)"
 
     assert f"Last layer: {price}" in text and "bound_1" in text
-    assert "Plain training meets" in text and text in caplog.text
+    assert "Plain training meets" in text and "price" in text
+    assert text.endswith(found.certificate.headline) and text.count("VERDICT") == 1
+    # What it returns is printed by the user, so nothing of it is logged.
+    assert "Plain training meets" not in caplog.text
+    assert caplog.text.count("Layers are read by") == 1
     assert found.plain_certificate.rows == found.certificate.rows == ["bound_1"]
     # In verdicts, in files and on the card.
     assert price in str(trainer.evaluate_layers().certificate())
@@ -196,3 +203,20 @@ def test_what_cannot_be_compared_is_refused_before_the_first_step(tmp_path):
     profile = LayerProfile.from_json(str(tmp_path / "_plain" / "layer_profile.json"))
 
     assert profile.problem is not None
+
+
+def test_a_saved_model_has_what_was_measured_of_it(tmp_path, capsys):
+    """The card of a later command knows it; of other weights it knows nothing."""
+    trainer = make(tmp_path, "model")
+    trainer.train_with_plain()
+    trainer.save_model()
+    cli.main(["card", str(tmp_path)])
+    card = (tmp_path / "README.md").read_text()
+    assert "was not measured on held-out data" not in card
+    assert trainer.evaluate_layers().certificate().headline in card
+
+    trainer.args.eval_strategy = "no"
+    trainer.train()
+    trainer.save_model()
+    assert not RunFolder(tmp_path).fresh("verdict.json")
+    assert not RunFolder(tmp_path).fresh("layer_profile.json")

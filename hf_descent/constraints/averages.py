@@ -65,10 +65,9 @@ class LossAverages:
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take over what `state_dict` gave, among other tensors; ValueError where a shape or a value is wrong."""
-        expected = self.state_dict()
         parts = []
-        for name, own in expected.items():
-            tensor = tensors.get(name, own) if name == "square" else tensors[name]  # newer
+        for name, own in self.state_dict().items():
+            tensor = tensors[name]
             if tensor.shape != own.shape or not tensor.isfinite().all():
                 raise ValueError(f"'{name}' is {tensor.tolist()}")
             parts.append(tensor.float())

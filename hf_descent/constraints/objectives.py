@@ -91,8 +91,8 @@ class FixedMultipliers(Objective):
 
     def weights(self, dual, step):
         handling = dual.args.negative_weights
-        multipliers = dual.multipliers.values.numpy()
-        weights = dual.problem.weights(multipliers, dual.level, detach=handling == "detach")
+        multipliers = dual.settled().multipliers.values.numpy()
+        weights = dual.problem.weights(multipliers, dual.level(), detach=handling == "detach")
         return weights.clip(min=0) if handling == "clip" else weights
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .ascent import DualAscent
+from .guard import LastLayerGuard
 from .problem import AT_CHANCE, DescentProblem
 from .window import LossWindow, is_below
 
@@ -27,7 +29,8 @@ CLOSING_SHARE = 0.1  # of a run's steps: its last ones, which the closing report
 
 class DualReports:
     """Keeps the layer losses that reports are about, and writes the reports. It reads the dual side, and changes
-    nothing of it.
+    nothing of it. What steps change, the [`DualAscent`], is given to each report, so that all of its numbers are of
+    one moment.
 
     Args:
         dual (`DualState`): what is reported on.
@@ -67,29 +70,31 @@ class DualReports:
 
     # ---- scalars ----
 
-    def logs(self, step: int) -> dict[str, float]:
+    def logs(self, ascent: DualAscent, step: int) -> dict[str, float]:
         """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
         logged = self._logged.copy()
         self._logged.fill(0)
         self._warn_of_faults()
-        self._warn_of_rise()
+        self._warn_of_rise(ascent.guard)
         if logged[-1] == 0:
             return {}
 
         losses = logged[:-1] / logged[-1]  # [layers]
         logs = _numbered("layer_loss", losses)
         if self._dual.problem is not None:
-            logs.update(self._constraint_logs(losses, step))
+            logs.update(self._constraint_logs(ascent, losses, step))
         return logs
 
-    def _constraint_logs(self, losses: np.ndarray, step: int) -> dict[str, float]:
+    def _constraint_logs(
+        self, ascent: DualAscent, losses: np.ndarray, step: int
+    ) -> dict[str, float]:
         dual = self._dual
         problem = dual.problem
-        multipliers = dual.multipliers.values.numpy()
-        if dual.held_out is not None and dual.mean_losses.isfinite().all():
-            losses = dual.mean_losses.numpy()
+        multipliers = ascent.multipliers.values.numpy()
+        if dual.held_out is not None and np.isfinite(ascent.averages.means).all():
+            losses = ascent.averages.means
 
-        violations = problem.violations(losses, dual.level)
+        violations = problem.violations(losses, dual.level())
 
         logs = {}
         for row in problem.rows:
@@ -103,21 +108,21 @@ class DualReports:
         logs["max_violation"] = _largest(violations, problem)
         if is_active and dual.objective.is_constrained:
             logs["max_acting_violation"] = _largest(dual.acting_violations(losses), problem)
-        if dual.guard is not None and dual.guard.rise is not None:
-            logs["last_layer_rise"] = dual.guard.rise
+        if ascent.guard is not None and ascent.guard.rise is not None:
+            logs["last_layer_rise"] = ascent.guard.rise
         logs["lagrangian"] = (losses[-1] + multipliers @ violations).item()
         return logs
 
     # ---- the closing report ----
 
-    def report(self) -> dict[str, float]:
+    def report(self, ascent: DualAscent) -> dict[str, float]:
         """Log what the constraints asked and what training reached in the last tenth of the run, as far as they were
         active there; returns the largest violation as a metric.
 
         These means are no certificate: the model, or the multipliers, were fitted to this data.
         """
         self._warn_of_faults()
-        self._warn_of_rise()
+        self._warn_of_rise(ascent.guard)
 
         dual = self._dual
         problem = dual.problem
@@ -130,7 +135,7 @@ class DualReports:
         has_learned = is_below(rows[:, -1], at_chance)
         data = "training batches" if dual.held_out is None else "readings of held-out rows"
         steps = f"On the last {len(rows)} {data}"
-        table = self._table(losses, has_learned)
+        table = self._table(ascent, losses, has_learned)
 
         if problem.feasible(losses) and has_learned:
             logger.info(f"{steps} every constraint is within its tolerance:\n{table}")
@@ -146,10 +151,10 @@ class DualReports:
             logger.warning(f"{steps} f_L is not clearly below chance:\n{table}\n{advice}")
         return {"train_max_violation": problem.max_violation(losses).item()}
 
-    def _table(self, losses: torch.Tensor, has_learned: bool) -> str:
+    def _table(self, ascent: DualAscent, losses: torch.Tensor, has_learned: bool) -> str:
         """What each constraint asked of these losses `[L]` and what it reached, and the descent share."""
         problem = self._dual.problem
-        multipliers = self._dual.multipliers.values.tolist()
+        multipliers = ascent.multipliers.values.tolist()
         asked, tolerances = problem.bounds(losses)
 
         lines = ["constraint: asked, reached, tolerance, multiplier"]
@@ -166,7 +171,7 @@ class DualReports:
         if share is not None:
             lines.append(f"descent share now: {share:.2f}")
 
-        share = problem.descent_share(self._dual.warmup_losses)
+        share = problem.descent_share(torch.from_numpy(ascent.warmup_losses))
         if share is not None:
             lines.append(f"descent share after warm-up, of plain training: {share:.2f}")
         return "\n".join(lines)
@@ -188,9 +193,8 @@ class DualReports:
 
     # ---- warnings ----
 
-    def _warn_of_rise(self) -> None:
+    def _warn_of_rise(self, guard: LastLayerGuard | None) -> None:
         """Log, once, that the loss of the last layer has risen by more than its limit."""
-        guard = self._dual.guard
         if guard is None or guard.highest_rise() is None or not self.is_first("rise"):
             return
         highest, best = guard.highest_rise()

@@ -1,25 +1,21 @@
-"""The dual side of one training run: warm-up, problem, multipliers and running averages, and how they are saved."""
+"""The dual side of one training run: its problem and warm-up, and when the losses of a step move the multipliers."""
 
 import json
-import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
 
-from ..files import atomic_write
 from . import building
-from .averages import LossAverages
-from .guard import LastLayerGuard
+from .ascent import DualAscent
 from .multipliers import Multipliers
 from .objectives import StepObjective
 from .problem import AT_CHANCE, DescentProblem
 from .reports import DualReports
+from .saved_state import STATE_NAME, read_state, write_state
 from .transfer import HostCopy, on_device
 
 
@@ -28,9 +24,6 @@ if TYPE_CHECKING:
     from ..training.holdout import HeldOutRows
 
 
-logger = logging.getLogger(__name__)
-
-STATE_NAME = "descent_state.safetensors"
 # Steps from one reading of held-out rows to the next, which costs a third of one: some 4 %.
 DUAL_EVERY = 8
 # The settings that a checkpoint must share with the run that resumes from it.
@@ -51,9 +44,11 @@ class _Step(NamedTuple):
 class DualState:
     """Everything that descent training carries from step to step beside the model and its optimizer.
 
-    It is on the host: what a step does with a few numbers would take a GPU longer to launch than to compute. The layer
-    losses of a step arrive on the device, and are taken in when the dual side is next asked for something; see
-    `transfer.py`. Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
+    Its numbers are on the host: a GPU would take longer to launch what a step does with them than to compute it. The
+    layer losses of a step arrive on the device. `take_step` only sends them off to the host; `settled` waits for them
+    and moves the multipliers (see `transfer.py`). So whoever needs the multipliers calls `settled`.
+
+    Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
 
     Args:
         args (`DescentArguments`): the checked arguments.
@@ -88,19 +83,14 @@ class DualState:
         if problem is not None:
             self._take_problem(problem)
 
+        steps_per_reading = DUAL_EVERY if held_out else 1
         num_rows = num_layers if problem is None else problem.num_rows
-        self._multipliers = building.multipliers_of(args, num_rows)
+        self._ascent = DualAscent(args, num_layers, num_rows, steps_per_reading)
         if problem is not None and self.objective.takes_multipliers:
-            self._set_multipliers(building.fixed_multipliers(args, num_rows))
-        self._guard: LastLayerGuard | None = None  # for the multipliers that move
-        if self.objective.moves_multipliers and args.max_last_layer_rise is not None:
-            self._guard = LastLayerGuard(args.max_last_layer_rise)
+            self._ascent.take_over(building.fixed_multipliers(args, num_rows), warmup_losses=None)
 
-        self._steps_per_reading = DUAL_EVERY if held_out else 1
-        self._averages = LossAverages(num_layers, self._steps_per_reading)
-        # The averages at the end of warm-up; zeros where nothing was learned.
-        self._warmup_losses = np.zeros(num_layers, dtype=np.float32)
-        self._reports = DualReports(self, self._steps_per_reading)
+        self._reports = DualReports(self, steps_per_reading)
+        # The last step, while its losses may be on their way to the host.
         self._pending: _Step | None = None
 
     # ---- primal side ----
@@ -147,12 +137,8 @@ class DualState:
         penalty = self.objective.penalty(violations, self.args.penalty_coefficient)
         return share * (losses[-1] + penalty)
 
-    def weights(self, step: int) -> torch.Tensor:
-        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up, on the device."""
-        return on_device(self.layer_weights(step), self.device)
-
     def layer_weights(self, step: int) -> np.ndarray:
-        """The same on the host."""
+        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
         weights = self.objective.weights(self, step)
         if self.args.normalize_weights:
             weights = weights / np.abs(weights).sum()
@@ -170,10 +156,6 @@ class DualState:
 
     # ---- dual side ----
 
-    def dual_step(self, layer_losses: torch.Tensor, step: int, layers: Any = None) -> None:
-        """As [`take_step`], on the layer losses `[L]` of a step."""
-        self.take_step(torch.cat([layer_losses, layer_losses.new_ones(1)]), step, layers)
-
     def take_step(self, sums: torch.Tensor, step: int, layers: Any = None) -> None:
         """What follows an optimizer step: its layer losses are logged, and the dual step is taken on them or, every
         `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads.
@@ -181,23 +163,31 @@ class DualState:
         `sums` `[L + 1]` are sums of the layer losses, and what to divide them by. Losses that are not finite, or are
         divided by 0, do not count.
         """
-        self._take_pending()
+        self.settled()
         held_out = None
         if self.held_out is not None and step % DUAL_EVERY == 0:
             held_out = HostCopy(self.held_out.layer_losses(layers, step // DUAL_EVERY))
 
         self._pending = _Step(step, HostCopy(sums), held_out)
-        if sums.device.type == "cpu":
-            self._take_pending()
+        if sums.device.type == "cpu":  # they have arrived
+            self.settled()
 
-    def _take_pending(self) -> None:
-        """Take in the last step, if that has not been done."""
-        if self._pending is None:
-            return
-        step = self._pending
-        self._pending = None
+    def settled(self) -> DualAscent:
+        """The multipliers, the guard and the averages after all steps so far, once the losses of the last one have
+        arrived."""
+        if self._pending is not None:
+            step = self._pending
+            self._pending = None
+            self._take_in(step)
+        return self._ascent
 
-        totals = step.sums.numbers()
+    @property
+    def multipliers(self) -> Multipliers:
+        """Those that are `settled`."""
+        return self.settled().multipliers
+
+    def _take_in(self, step: _Step) -> None:
+        totals = step.sums.numbers()  # [layers + 1]
         layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
         if totals[-1] > 0:
             layer_losses = totals[:-1] / totals[-1]
@@ -209,7 +199,7 @@ class DualState:
             self._take_reading(step.held_out.numbers(), step.number)
 
         if step.number + 1 == self.active_from and self._has_learned():
-            self._warmup_losses = self._averages.means
+            self._ascent.end_warmup()
 
     def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
         """Take in the losses `[L]` that move the multipliers; those that are not finite move nothing."""
@@ -219,72 +209,32 @@ class DualState:
         if not np.isfinite(layer_losses).all():
             return
 
-        self._averages.add(layer_losses)
-        if self._guard is not None:
-            self._guard.observe(layer_losses[-1].item())
+        self._ascent.observe(layer_losses)
         if is_active and self.objective.moves_multipliers:
-            self._ascend(layer_losses)
-
-    def _ascend(self, layer_losses: np.ndarray) -> None:
-        """Move the multipliers by the losses `[L]` of a reading, as many steps as it stands for."""
-        violations = self.acting_violations(layer_losses)
-        if self.args.normalize_violations:
-            violations = violations / self.problem.initial_loss_bound
-
-        share = 1.0
-        shrinks = False
-        if self._guard is not None:
-            share = self._guard.share
-            shrinks = self._guard.shrinks
-
-        for _ in range(self._steps_per_reading):
-            self._multipliers.step(violations, share, shrinks)
-
-    @property
-    def multipliers(self) -> Multipliers:
-        """The multipliers after all steps so far."""
-        self._take_pending()
-        return self._multipliers
-
-    @property
-    def guard(self) -> LastLayerGuard | None:
-        """The limit on the rise of f_L after all steps so far, for multipliers that move."""
-        self._take_pending()
-        return self._guard
-
-    @property
-    def mean_losses(self) -> torch.Tensor:
-        """Running averages of the layer losses `[L]` that move the multipliers, over about the last 50 steps."""
-        self._take_pending()
-        return torch.from_numpy(self._averages.means)
-
-    @property
-    def warmup_losses(self) -> torch.Tensor:
-        """The averages at the end of warm-up, `[L]`; zeros where nothing was learned."""
-        self._take_pending()
-        return torch.from_numpy(self._warmup_losses)
-
-    @property
-    def level(self) -> float:
-        """The f_L to which line and steps constraints lead at present; f_0, from which they ask nothing, before any
-        step."""
-        self._take_pending()
-        last_loss = self._averages.last_loss
-        return self.problem.initial_loss_bound if last_loss is None else last_loss
+            violations = self.acting_violations(layer_losses)
+            if self.args.normalize_violations:
+                violations = violations / self.problem.initial_loss_bound
+            self._ascent.ascend(violations)
 
     def _has_learned(self) -> bool:
         """Whether the running f_L is clearly below chance."""
         if self.problem is None:
             return False
-        return self._averages.is_last_below(AT_CHANCE * self.problem.chance)
+        return self._ascent.averages.is_last_below(AT_CHANCE * self.problem.chance)
+
+    def level(self) -> float:
+        """The f_L to which line and steps constraints lead at present; f_0, from which they ask nothing, before any
+        step."""
+        last_loss = self.settled().averages.last_loss
+        return self.problem.initial_loss_bound if last_loss is None else last_loss
 
     def acting_violations(self, layer_losses, detach: bool = False):
         """The violations `[rows]` that training acts on, of losses `[L]` in an array or a tensor."""
         margin = self.args.dual_settings.target_margin
-        return self.problem.violations(layer_losses, self.level, margin, detach)
+        return self.problem.violations(layer_losses, self.level(), margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
-        if problem.chance_loss is None:  # version 0.1 did not keep it
+        if problem.chance_loss is None:  # it may have become known since the problem was saved
             arguments = problem.state_dict()
             arguments["chance_loss"] = self.chance
             problem = DescentProblem(**arguments)
@@ -301,26 +251,17 @@ class DualState:
         if self.problem is None or not building.states_other_problem(self.args):
             self._take_problem(saved)
         if self.problem.rows == saved.rows and "multipliers" in summary:
-            self._set_multipliers(summary["multipliers"])
-            warmup_losses = summary.get("warmup_layer_losses", self._warmup_losses)
-            self._warmup_losses = np.array(warmup_losses, dtype=np.float32)
-
-    def _set_multipliers(self, values: Sequence[float]) -> None:
-        state = self._multipliers.state_dict()
-        state["values"] = torch.tensor(values)
-        self._multipliers.load_state_dict(state)
+            self._ascent.take_over(summary["multipliers"], summary.get("warmup_layer_losses"))
 
     # ---- reports ----
 
     def logs(self, step: int) -> dict[str, float]:
         """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
-        self._take_pending()
-        return self._reports.logs(step)
+        return self._reports.logs(self.settled(), step)
 
     def report(self) -> dict[str, float]:
         """Log what the constraints asked and what training reached at the end of a run; see [`DualReports.report`]."""
-        self._take_pending()
-        return self._reports.report()
+        return self._reports.report(self.settled())
 
     def is_first_report(self, subject: str) -> bool:
         """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
@@ -328,7 +269,8 @@ class DualState:
 
     def summary(self) -> dict:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
-        multipliers = self.multipliers.values.tolist()
+        ascent = self.settled()
+        multipliers = ascent.multipliers.values.tolist()
         summary = {"objective": self.args.objective, "multipliers": multipliers}
 
         if self.problem is not None:
@@ -339,21 +281,20 @@ class DualState:
 
         if self.held_out is not None:
             summary["dual_rows"] = self.held_out.count
-        if self._averages.weight > 0:
+        if ascent.averages.weight > 0:
             data = "train" if self.held_out is None else "dual"
-            summary[f"{data}_layer_losses"] = self.mean_losses.tolist()
-        if self._warmup_losses.any():
-            summary["warmup_layer_losses"] = self._warmup_losses.tolist()
+            summary[f"{data}_layer_losses"] = ascent.averages.means.tolist()
+        if ascent.warmup_losses.any():
+            summary["warmup_layer_losses"] = ascent.warmup_losses.tolist()
         return summary
 
     # ---- checkpoints ----
 
     def save(self, folder: str, write: bool = True) -> None:
         """Write the state into a checkpoint folder by an atomic write, where `write`."""
-        tensors, meta = self.state_dict()
+        tensors, settings = self.state_dict()
         if write:
-            with atomic_write(os.path.join(folder, STATE_NAME), "wb") as file:
-                file.write(save(tensors, metadata={"state": json.dumps(meta)}))
+            write_state(folder, tensors, settings)
 
     def load(self, folder: str) -> None:
         """Take over the state of a checkpoint; ValueError where layer count or schedule do not match."""
@@ -361,16 +302,8 @@ class DualState:
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
         """Tensors by name, and the rest in plain values."""
-        self._take_pending()
-        tensors = self._averages.state_dict()
-        tensors["warmup_losses"] = torch.from_numpy(self._warmup_losses.copy())
+        tensors = self.settled().state_dict()
         tensors["closing_losses"] = torch.from_numpy(self._reports.closing.kept)
-        for name, tensor in self._multipliers.state_dict().items():
-            tensors[f"multipliers.{name}"] = tensor
-        if self._guard is not None:
-            for name, tensor in self._guard.state_dict().items():
-                tensors[f"guard.{name}"] = tensor
-
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
@@ -378,39 +311,27 @@ class DualState:
         }
 
     def load_state_dict(
-        self, tensors: dict[str, torch.Tensor], meta: dict, path: str = "The state"
+        self, tensors: dict[str, torch.Tensor], settings: dict, path: str = "The state"
     ) -> None:
         """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
-        self._take_pending()
-        self._check_schedule(meta["schedule"], path)
+        ascent = self.settled()
+        self._check_schedule(settings["schedule"], path)
 
         try:
-            self._load_tensors(tensors)
-            self.active_from = int(meta["active_from"])
+            ascent.load_state_dict(tensors)
+            self._reports.closing.restore(tensors["closing_losses"].numpy())
+            self.active_from = int(settings["active_from"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} holds no complete dual state ({error}); resume from another."
             ) from error
 
-        if meta["problem"] is not None:
-            self._take_problem(DescentProblem(**meta["problem"]))
-
-    def _load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._multipliers.load_state_dict(_part_of(tensors, "multipliers."))
-
-        guard_state = _part_of(tensors, "guard.")
-        if self._guard is not None and guard_state:  # older checkpoints have none
-            self._guard.load_state_dict(guard_state)
-        if "closing_losses" in tensors:
-            self._reports.closing.restore(tensors["closing_losses"].numpy())
-
-        self._averages.load_state_dict(tensors)
-        if "warmup_losses" in tensors:  # version 0.1 has none
-            self._warmup_losses = tensors["warmup_losses"].float().numpy()
+        if settings["problem"] is not None:
+            self._take_problem(DescentProblem(**settings["problem"]))
 
     def _check_schedule(self, saved: Mapping[str, Any], path: str) -> None:
         for name, value in self._schedule().items():
-            # Older checkpoints do not have the rule.
+            # Version 0.1 did not save the rule.
             saved_value = saved.get(name, value if name == "dual_optim" else None)
             if saved_value != value:
                 raise ValueError(
@@ -433,28 +354,3 @@ class DualState:
 def _last_loss(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """The objective in warm-up."""
     return layer_losses[-1]
-
-
-def _part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with `prefix`, by the rest of their names."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }
-
-
-def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
-    """Tensors and settings of the state file in a checkpoint folder; ValueError naming the file when unreadable."""
-    path = os.path.join(folder, STATE_NAME)
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            meta = json.loads(file.metadata()["state"])
-            if meta["problem"] is not None:
-                DescentProblem(**meta["problem"])
-            return tensors, {name: meta[name] for name in ("active_from", "problem", "schedule")}
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); resume from another checkpoint."
-        ) from error

@@ -213,7 +213,8 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
     if getattr(model.config, "pooling", None) == "mean":
         return
 
-    at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
+    mean_losses = dual.settled().averages.means
+    at_chance = (mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
 
     if any(at_chance) and not at_chance[-1] and dual.is_first_report("layers at chance"):
         logger.info(

@@ -196,8 +196,10 @@ def facts_of(
         facts["max_last_layer_rise"] = dual.args.max_last_layer_rise
         facts["has_price"] = not dual.objective.is_plain
     if dual is not None and dual.problem is not None and dual.problem.state_dict() == problem:
-        facts["warmup_share"] = dual.problem.descent_share(dual.warmup_losses)
-        multipliers = dual.multipliers.values
+        ascent = dual.settled()
+        warmup_losses = torch.from_numpy(ascent.warmup_losses)
+        facts["warmup_share"] = dual.problem.descent_share(warmup_losses)
+        multipliers = ascent.multipliers.values
         if dual.objective.has_multipliers or multipliers.any():
             facts["multipliers"] = multipliers.tolist()
     return facts

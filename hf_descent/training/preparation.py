@@ -13,7 +13,8 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, broadcast_object_
 from torch import nn
 from transformers import Trainer
 
-from ..constraints.state import STATE_NAME, DualState, read_state
+from ..constraints.saved_state import STATE_NAME, read_state
+from ..constraints.state import DualState
 from ..evaluation.scoring import name_of
 from ..logs import get_logger
 from ..losses.chance_probe import find_chance_loss

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny.data import classification_data
 from tiny.models import bert
-from tiny.training import InOrder, config, trained
+from tiny.training import InOrder, config, dual_step, trained
 
 from hf_descent import DescentProblem, Multipliers
 from hf_descent.configs import DescentArguments
 from hf_descent.constraints.guard import LastLayerGuard
-from hf_descent.constraints.state import STATE_NAME, DualState
+from hf_descent.constraints.saved_state import STATE_NAME
+from hf_descent.constraints.state import DualState
 
 
 DATA = classification_data()
@@ -165,7 +166,7 @@ def rest(needs: list[float], steps: int = 6000, **settings) -> tuple[torch.Tenso
     for step in range(steps):
         x = state.multipliers.values * (step >= 50)
         losses = torch.tensor([2 - x[0], 2 - x[1], 1 + x.square().sum() / 2])
-        state.dual_step(losses, step)
+        dual_step(state, losses, step)
         found.append(torch.cat([x, losses[-1:]]))
     *x, last = torch.stack(found)[steps // 2 :].mean(0)
     return torch.stack(x), last.item()
@@ -234,7 +235,7 @@ def test_only_multipliers_that_move_are_limited(objective):
     )
     for step in range(100):
         for state in (guarded, free):
-            state.dual_step(rising(step), step)
+            dual_step(state, rising(step), step)
     differs = not torch.equal(guarded.multipliers.values, free.multipliers.values)
     assert differs == (objective == "descent")
     if objective == "fixed":
@@ -257,14 +258,14 @@ def test_held_out_losses_are_what_the_limit_is_about():
     for held_out_rises in (True, False):
         state = DualState(args, 2, 800, 0, held_out=Rows(held_out_rises))
         for step in range(800):
-            state.dual_step(rising(0 if held_out_rises else step // 4), step)
-        assert state.guard.shrinks == held_out_rises
+            dual_step(state, rising(0 if held_out_rises else step // 4), step)
+        assert state.settled().guard.shrinks == held_out_rises
 
 
 def test_a_rise_is_said_once_with_numbers_and_what_to_ask_less(caplog):
     state = state_of(descent_alpha="line")
     for step in range(200):
-        state.dual_step(rising(step), step)
+        dual_step(state, rising(step), step)
         if step % 10 == 9:
             logs = state.logs(step + 1)
     (told,) = [record.message for record in caplog.records if "last layer worse" in record.message]
@@ -285,14 +286,14 @@ def test_a_rise_is_said_once_with_numbers_and_what_to_ask_less(caplog):
 def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     straight, first = state_of(), state_of()
     for step in range(200):
-        straight.dual_step(rising(step), step)
+        dual_step(straight, rising(step), step)
     for step in range(70):
-        first.dual_step(rising(step), step)
+        dual_step(first, rising(step), step)
     first.save(str(tmp_path))
     second = state_of()
     second.load(str(tmp_path))
     for step in range(70, 200):
-        second.dual_step(rising(step), step)
+        dual_step(second, rising(step), step)
     ours, theirs = straight.state_dict()[0], second.state_dict()[0]
     assert ours.keys() == theirs.keys() and any(name.startswith("guard.") for name in ours)
     for name, tensor in ours.items():
@@ -303,7 +304,7 @@ def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path
 def test_a_checkpoint_without_the_limit_s_state_can_be_resumed_from(tmp_path, limit):
     saved = state_of(max_last_layer_rise=0.02)
     for step in range(70):
-        saved.dual_step(rising(step), step)
+        dual_step(saved, rising(step), step)
     saved.save(str(tmp_path))
     path = tmp_path / STATE_NAME
     _, meta = saved.state_dict()
@@ -327,7 +328,7 @@ def test_the_limit_counts_optimizer_steps_however_they_are_accumulated(tmp_path)
             dual_warmup_steps=2, learning_rate=1e-3,
         )  # fmt: skip
         trainer = trained(bert(), args, InOrder, train_dataset=DATA)
-        found.append(trainer._run.dual.guard.state_dict())
+        found.append(trainer._run.dual.settled().guard.state_dict())
     assert found[0]["count"] == 24
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], rtol=1e-3, atol=1e-5)
@@ -345,7 +346,7 @@ def test_a_run_that_is_ruined_without_the_limit_is_not_with_it():
         x = torch.zeros(())
         for step in range(400):
             losses = torch.stack([1.5 + (x - 1) ** 2, 1 + x**2])
-            state.dual_step(losses, step)
+            dual_step(state, losses, step)
             slope = 2 * x + state.multipliers.values[0] * 2 * (x - 1)
             x = x - 0.05 * slope / (1 + state.multipliers.values[0])
         ends[limit] = losses[-1].item()

@@ -40,9 +40,9 @@ LAGRANGIAN = [0.5 - 0.8 * 1.0, 1.0 - 0.7 * 2.0, 1 + 2.0]
 )
 def test_the_weights_of_linear_objectives(tmp_path, objective, settings, expected):
     made = state(tmp_path, objective, **settings)
-    made.weights(0)
+    made.layer_weights(0)
     with Watch() as watch:
-        weights = made.weights(0)
+        weights = made.layer_weights(0)
     assert weights.tolist() == pytest.approx(expected)
     assert not watch.waits
     losses = torch.tensor([1.2, 0.7, 0.8])
@@ -96,7 +96,7 @@ def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, sca
     losses = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.2, 1.0])
     for step in range(24):
         expected = published(6, step, 24, scale, rotation)
-        assert made.weights(step).tolist() == pytest.approx(expected), step
+        assert made.layer_weights(step).tolist() == pytest.approx(expected), step
         objective = made.objective_at(step)
         assert objective.value(losses, torch.ones(())).item() == pytest.approx(
             (losses @ torch.tensor(expected)).item()
@@ -130,7 +130,9 @@ def test_the_curricula_of_layerskip_by_hand(tmp_path):
         [3, 5],
         [2, 4, 5],
     ]
-    assert DualState(config(tmp_path, objective="layerskip"), 1, 4, 0).weights(0).tolist() == [1]
+    assert DualState(config(tmp_path, objective="layerskip"), 1, 4, 0).layer_weights(
+        0
+    ).tolist() == [1]
     for rotation in (0, 2.5):
         with pytest.raises(
             ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"

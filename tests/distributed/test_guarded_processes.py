@@ -6,7 +6,7 @@ from launching import assert_same, job, launch
 from safetensors.torch import load_file
 from train_steps import train
 
-from hf_descent.constraints.state import STATE_NAME
+from hf_descent.constraints.saved_state import STATE_NAME
 
 
 # From step 30 on the rows have labels of their own, not one for all, so that f_L rises and the multipliers shrink.

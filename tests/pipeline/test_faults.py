@@ -24,7 +24,7 @@ from tiny.training import InOrder, config, fitted, trained
 from transformers import TrainerCallback
 
 from hf_descent import DescentProblem, DescentTrainer
-from hf_descent.constraints.state import STATE_NAME
+from hf_descent.constraints.saved_state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
 from hf_descent.readout.replay import Readout
 from hf_descent.training.checkpoints import (

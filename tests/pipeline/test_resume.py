@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_descent import DescentTrainer
-from hf_descent.constraints.state import STATE_NAME
+from hf_descent.constraints.saved_state import STATE_NAME
 from hf_descent.runs import RunFolder
 from hf_descent.training import checkpoints
 from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint

@@ -14,7 +14,7 @@ from tiny.training import config
 
 from hf_descent import DescentTrainer, SFTDescentConfig
 from hf_descent.commands.evaluate import _results_folder
-from hf_descent.constraints.state import STATE_NAME, read_state
+from hf_descent.constraints.saved_state import STATE_NAME, read_state
 from hf_descent.runs import RunFolder
 from hf_descent.training.checkpoints import CHECKSUMS_NAME
 

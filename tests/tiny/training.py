@@ -1,5 +1,6 @@
 """Short trainings, and what to watch them with."""
 
+import torch
 from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 
@@ -51,3 +52,8 @@ def watch(event, see):
         seen.append(see(args, state, kwargs))
 
     return type("Watch", (TrainerCallback,), {event: keep})(), seen
+
+
+def dual_step(state, losses, step):
+    """Gives a `DualState` the mean layer losses `[L]` of an optimizer step."""
+    state.take_step(torch.cat([losses, torch.ones(1)]), step)

@@ -11,7 +11,7 @@ from PIL import Image
 from programs import ROOT, python
 from tiny.data import Stream, classification_data
 from tiny.models import bert
-from tiny.training import config, trained, watch
+from tiny.training import config, dual_step, trained, watch
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DualState
@@ -198,7 +198,7 @@ def test_layers_that_stay_at_chance_are_said_whenever_it_happens(tmp_path, caplo
     state = DualState(args, 3, 100, 0, chance=1.0)
     with caplog.at_level(logging.INFO):
         for step in range(100):
-            state.dual_step(torch.tensor([1.0, 1.0, 1.0 if step < 50 else 0.3]), step)
+            dual_step(state, torch.tensor([1.0, 1.0, 1.0 if step < 50 else 0.3]), step)
             report_layers_at_chance(readout, state, step + 1)
     (told,) = [record.message for record in caplog.records if "still at chance" in record.message]
     assert "After 51 steps 2 of 3 layers" in told and 'readout="mean"' in told

@@ -12,8 +12,8 @@ arms, whole runs each:
 - layerskip: LayerSkip's loss, with weights that grow with depth; likewise;
 - sorted: one depth a step, the exits and the whole model in turn (Sorted fine-tuning, arXiv 2309.08968); likewise;
 - cut_first: a model for each exit, cut to its depth and then fine-tuned, beside the whole one by plain training, whose
-  f_L is that of the specification. With cut_first_longer a model of k layers takes L / k times as many steps, so that
-  it costs what the whole one does;
+  f_L is that of the specification, each at its own best learning rate. With cut_first_longer a model of k layers
+  takes L / k times as many steps, so that it costs what the whole one does;
 - plain: training without any of it, for comparison.
 
 The coefficients start at 1. Those of exits that are missed grow tenfold, and a coefficient at which training breaks
@@ -29,7 +29,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -63,6 +63,8 @@ OURS = {
 MOST = 0.5  # of the dual rate and the margin, which a search of "ours" doubles
 GROWTH = 10.0  # of a coefficient whose row is missed
 SMOKE_STEPS = 4
+# A learning rate; of models that are cut first all those from which each takes its best one.
+Rate = float | tuple[float, ...]
 
 
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
@@ -149,9 +151,9 @@ class Coefficients:
 def search(
     arm: str,
     num_exits: int,
-    rates: tuple[float, ...],
+    rates: tuple[Rate, ...],
     budget: int,
-    run: Callable[[tuple[float, ...], float], dict],
+    run: Callable[[tuple[float, ...], Rate], dict],
 ) -> list[dict]:
     """The runs of an arm until one meets the specification, at most `budget`."""
     coefficients = Coefficients(arm, num_exits)
@@ -357,7 +359,7 @@ def exits_of(name: str) -> dict[int, float]:
 
 
 def train(
-    name: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int
+    name: str, options: argparse.Namespace, exits: dict, settings: dict, rate: Rate, seed: int
 ) -> dict:
     """One run: layer losses on the select and the certify rows, which rows are met there, and processor seconds."""
     task = task_of(name)
@@ -388,25 +390,24 @@ def train(
         "share": certify.descent_share,
         "met": certify.feasible,
         "multipliers": multipliers,
-        "seconds": trained.seconds,
+        "seconds": sum(trained.seconds),
         "missed": [verdict != "met" for verdict in select.verdicts],
         "broke": not has_learned,
     }
-    if trained.seconds_each:
-        result["seconds_each"] = trained.seconds_each
+    if len(trained.seconds) > 1:
+        result["seconds_each"] = trained.seconds
     return result
 
 
 @dataclass
 class Trained:
-    """A trained model: what it reaches on the select and the certify rows, and the processor seconds that it took; of
-    several models those of each one, too."""
+    """A trained model: what it reaches on the select and the certify rows, and processor seconds of each training that
+    it took."""
 
     trainer: DescentTrainer
     select: LayerProfile
     certify: LayerProfile
-    seconds: float
-    seconds_each: list[float] = field(default_factory=list)
+    seconds: list[float]
 
 
 def fit_model(
@@ -441,29 +442,44 @@ def fit_model(
         problem=None,
         batch_size=32,
     )
-    return Trained(trainer, evaluate(select), evaluate(certify), seconds)
+    return Trained(trainer, evaluate(select), evaluate(certify), [seconds])
 
 
 def fit_each_depth(
-    task: Task, options: argparse.Namespace, exits: dict, is_longer: bool, rate: float, seed: int
+    task: Task, options: argparse.Namespace, exits: dict, is_longer: bool, rates: Rate, seed: int
 ) -> Trained:
     """The whole model by plain training, and one for each exit that is cut to its depth first. Their losses are those
     of one model, which has the exits' own models in place of its layers."""
-    plain = {"objective": "erm"}
-    trained = fit_model(task, options, plain, rate, seed)
-    trained.seconds_each.append(trained.seconds)
-
+    trained = fit_at_best_rate(task, options, rates, seed)
     for layer in exits:
         longer = 1.0
         if is_longer:
             longer = task.num_layers / layer
-        short = fit_model(task, options, plain, rate, seed, layer, longer)
+        short = fit_at_best_rate(task, options, rates, seed, layer, longer)
         trained.select = with_last_of(short.select, trained.select, layer)
         trained.certify = with_last_of(short.certify, trained.certify, layer)
         trained.seconds += short.seconds
-        trained.seconds_each.append(short.seconds)
 
     return trained
+
+
+def fit_at_best_rate(
+    task: Task,
+    options: argparse.Namespace,
+    rates: Rate,
+    seed: int,
+    depth: int | None = None,
+    longer: float = 1.0,
+) -> Trained:
+    """Plain training at each learning rate, of which the lowest loss on the select rows is kept."""
+    plain = {"objective": "erm"}
+    runs = [fit_model(task, options, plain, rate, seed, depth, longer) for rate in rates]
+    best = min(runs, key=last_loss)
+    return replace(best, seconds=[run.seconds[0] for run in runs])
+
+
+def last_loss(trained: Trained) -> float:
+    return float(np.nan_to_num(trained.select.losses[-1], nan=np.inf))
 
 
 def with_last_of(short: LayerProfile, whole: LayerProfile, layer: int) -> LayerProfile:
@@ -495,7 +511,7 @@ def problem_of(task: Task, exits: dict, trained: Trained) -> DescentProblem:
 
 def runner(
     options: argparse.Namespace, task: str, arm: str, seed: int
-) -> Callable[[tuple[float, ...], float], dict]:
+) -> Callable[[tuple[float, ...], Rate], dict]:
     """Makes a run of these coefficients at this learning rate, or finds it among the finished ones."""
     exits = exits_of(task)
     steps = task_of(task).steps_of(options)
@@ -510,7 +526,7 @@ def runner(
         key.update(chosen, steps=steps)
         of_run = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
         losses = [round(loss, 4) for loss in of_run["certify"]]
-        start = f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}"
+        start = f"{task}, {arm}, seed {seed}, {rate}, {coefficients}"
         print(f"{start}: met: {of_run['met']}, {losses}", flush=True)
 
         select = of_run["select"]
@@ -526,6 +542,8 @@ def searches(options: argparse.Namespace) -> Iterator[tuple[str, str, int, list[
     for seed, task, arm in itertools.product(options.seeds, options.tasks, options.arms):
         run = runner(options, task, arm, seed)
         rates = task_of(task).rates
+        if arm in CUT_FIRST:
+            rates = (rates,)  # all in one run, which keeps the best one of each model
         yield task, arm, seed, search(arm, len(exits_of(task)), rates, options.budget, run)
 
 

@@ -73,7 +73,7 @@ COMMANDS = {
         Command("evaluate", MEASURE, "measure every layer, with noise and without, and judge the constraints"),
         Command("compare", MEASURE, "compare evaluated runs: a table, paired tests and figures", flags.compare),
         Command("exit", MEASURE, "measure what a model is worth, and costs, with fewer layers"),
-        Command("lens", MEASURE, "show what every layer of any model knows, without training"),
+        Command("lens", MEASURE, "show what every layer of any model knows, without training it"),
         Command("export", USE, "write some layers of a model as a checkpoint, and say how to serve it", flags.export),
         Command("generate", USE, "answer instructions with a language model"),
         Command("show", USE, "open a local page: type a text, see what every layer predicts", flags.show),

@@ -1,10 +1,10 @@
-"""`hf-descent lens MODEL --data FILE`: what every layer of any model knows, without training."""
+"""`hf-descent lens MODEL --data FILE`: what every layer of any model knows; the model is not trained."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
@@ -13,6 +13,7 @@ from ..data.alpaca import PromptFormat
 from ..data.reading import load_file
 from ..data.splits import check_arguments
 from ..data.text import DataArguments
+from ..early_exit.tuned_lens import fit_lens
 from ..evaluation.lens import Lens, lens
 from ..evaluation.plots import plot_lens, save_figure
 from ..files import atomic_write
@@ -21,6 +22,7 @@ from ..runs import RunFolder
 from .arguments import SOURCES, parse_models
 from .closing import next_step
 from .held_out import (
+    HeldOutRows,
     classifier_rows,
     collator_of,
     is_classifier,
@@ -46,6 +48,10 @@ Each layer is read by the model's own head, on {items} labelled rows or tokens. 
 model if it stopped after the layer. *Entropy* says how sure its predictions are, in nats: 0 is sure. *Norm* is the
 mean length of the hidden states. +- is half of a 95 % interval.
 """
+FITTED = """
+*Fitted loss* is read through an affine map of each layer in front of the head. The maps learned on other rows to
+predict what the last layer predicts. Where it is far below the loss, the layer knows more than the head can read.
+"""
 
 
 @dataclass
@@ -57,6 +63,13 @@ class LensArguments:
         help=(
             "csv, tsv, json or parquet file of held-out rows; a language model needs one. Default: the test rows of a "
             "run, or half of its validation rows."
+        ),
+    )
+    fit: Literal["none", "affine"] = HfArg(
+        default="none",
+        help=(
+            "affine: fit a map to each layer in front of the head, on training rows (of `train_file`, or of a run), "
+            "and show its loss, too."
         ),
     )
     output_dir: str | None = HfArg(
@@ -86,11 +99,15 @@ def run(models: list[str], args: LensArguments, data_args: DataArguments) -> Non
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
     model = load_whole_model(name)
     if is_classifier(model):
-        rows, settings = _classifier_rows(name, model, args, data_args)
+        rows = _classifier_rows(name, model, args, data_args)
     else:
-        rows, settings = _language_rows(name, model, args, data_args)
+        rows = _language_rows(name, model, args, data_args)
 
-    measured = lens(model, rows, batch_size=args.batch_size, progress=True, **settings)
+    settings = {"batch_size": args.batch_size, "progress": True, **rows.settings}
+    fitted = None
+    if args.fit != "none":
+        fitted = fit_lens(model, rows.train, **settings).layer_outputs
+    measured = lens(model, rows.test, fitted, **settings)
 
     RunFolder(folder).write({"lens": measured})
     save_figure(plot_lens(measured), folder, "lens")
@@ -103,45 +120,65 @@ def run(models: list[str], args: LensArguments, data_args: DataArguments) -> Non
 
 def _classifier_rows(
     name: str, model: PreTrainedModel, args: LensArguments, data_args: DataArguments
-) -> tuple[Any, dict]:
-    """The rows of the file, or the test rows of a run, and the settings of an evaluation that reads them."""
+) -> HeldOutRows:
+    """The rows of the file, or the test rows of a run; with `fit` also rows of training."""
+    fits = args.fit != "none"
     if args.data is None:
-        held_out = classifier_rows(name, model, data_args, args.image_column)
-        return held_out.test, held_out.settings
-    # The file stands for all splits. That of training only says which classes there are.
+        return classifier_rows(name, model, data_args, args.image_column, fits)
+    # The file stands for all splits. Where nothing is fitted, that of training only says which classes there are.
     sources = dict.fromkeys(SOURCES & vars(data_args).keys())
     sources["train_split"] = data_args.train_split
     files = {f"{split}_file": args.data for split in ("train", "validation", "test")}
+    if fits:
+        files["train_file"] = _train_file(args, data_args)
     data_args = replace(data_args, **{**sources, **files})
-    held_out = classifier_rows(name, model, data_args, args.image_column)
-    return held_out.test, held_out.settings
+    return classifier_rows(name, model, data_args, args.image_column, fits)
+
+
+def _train_file(args: LensArguments, data_args: DataArguments) -> str:
+    if data_args.train_file is None:
+        raise ValueError(
+            f"`fit` is {args.fit!r}, which needs rows of training: give a file like `data` by `train_file`."
+        )
+    return data_args.train_file
 
 
 def _language_rows(
     name: str, model: PreTrainedModel, args: LensArguments, data_args: DataArguments
-) -> tuple[Any, dict]:
-    """The instructions or texts of the file, and the settings of an evaluation that reads them."""
+) -> HeldOutRows:
+    """The instructions or texts of the file; with `fit` also those of the file of training."""
     if args.data is None:
         raise ValueError(f"{name!r} is a language model: give a file of texts by `--data`.")
     tokenizer = load_tokenizer(name)
-    if "instruction" in load_file("data", args.data, []).column_names:
-        pairs = read_answered(args.data, args.prompt_format, tokenizer)
-    else:
-        pairs = read_texts("data", args.data, data_args.text_column)
     limit = tokens_to_read(model, data_args)
-    rows = labelled_rows(pairs[: data_args.max_eval_samples], tokenizer, limit)
-    return rows, {"data_collator": collator_of(tokenizer)}
+
+    def read(argument: str, path: str, most: int | None) -> list[dict[str, Any]]:
+        if "instruction" in load_file(argument, path, []).column_names:
+            pairs = read_answered(path, args.prompt_format, tokenizer)
+        else:
+            pairs = read_texts(argument, path, data_args.text_column)
+        return labelled_rows(pairs[:most], tokenizer, limit)
+
+    train = None
+    if args.fit != "none":
+        path = _train_file(args, data_args)
+        train = read("train_file", path, data_args.max_train_samples)
+    test = read("data", args.data, data_args.max_eval_samples)
+    return HeldOutRows([], test, {"data_collator": collator_of(tokenizer)}, train)
 
 
 def page(measured: Lens, model: str) -> str:
     """The result as Markdown, beside the figure `lens.png`."""
-    return PAGE.format(
+    text = PAGE.format(
         model=model,
         summary=measured.summary,
         table=markdown_table(measured.rows()),
         items=measured.items,
         metric=measured.metric,
     )
+    if measured.fitted_losses is not None:
+        text += FITTED
+    return text
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -4,7 +4,7 @@ how sure its predictions are, and how large its hidden states.
 Reading hidden states by the model's head: nostalgebraist (2020), "interpreting GPT: the logit lens".
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ from torch.distributions import Categorical
 from torch.utils.data import DataLoader, Dataset
 
 from ..constraints.problem import AT_CHANCE
+from ..losses.layerwise import find_layer_losses
+from ..losses.rows import RowLosses
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout, evaluating
 from .intervals import loss_radii
 from .profiles import layer_profile
+from .row_sums import RowSums
 from .scoring import Evaluation, Result, format_table
 
 
@@ -38,6 +41,8 @@ class Lens(Result):
         norms, norm_radii (float64 `[L]`): mean Euclidean norm of the hidden states of all tokens.
         items (`int`): labelled rows or tokens.
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+        fitted_losses, fitted_radii (float64 `[L]`, *optional*): the task loss, read through a map that was fitted to
+            each layer in front of the head.
     """
 
     metric: str
@@ -51,6 +56,8 @@ class Lens(Result):
     norm_radii: np.ndarray
     items: int
     chance: float | None = None
+    fitted_losses: np.ndarray | None = None
+    fitted_radii: np.ndarray | None = None
 
     @property
     def measures(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -66,7 +73,11 @@ class Lens(Result):
         """The cells of a table, a row for each layer under one of titles."""
         titles = ["layer"]
         columns = [[f"{layer}" for layer in range(1, len(self.losses) + 1)]]
-        for title, (values, radii) in self.measures.items():
+        measures = dict(self.measures)
+        if self.fitted_losses is not None:
+            fitted = (self.fitted_losses, self.fitted_radii)
+            measures = {"loss": measures.pop("loss"), "fitted loss": fitted, **measures}
+        for title, (values, radii) in measures.items():
             titles += [title, "+- (95 %)"]
             columns.append([f"{value:.4g}" for value in values])
             columns.append(["-" if np.isnan(radius) else f"{radius:.2g}" for radius in radii])
@@ -79,28 +90,44 @@ class Lens(Result):
         last = self.losses[-1]
         if not np.isfinite(last):
             return f"The last layer's loss is {last}: there is nothing to compare layers with."
-        near = int(np.argmax(self.losses <= NEAR * last)) + 1
+        near = self._first_near(self.losses)
         if near == depth:
             text = (
                 f"No layer before the last has a loss within 5 % of the last layer's ({last:.4g})."
             )
         else:
             text = f"Layer {near} of {depth} is the first whose loss is within 5 % of the last layer's ({last:.4g})."
+        if self.fitted_losses is not None:
+            text += f" Through the fitted maps it is layer {self._first_near(self.fitted_losses)}."
         if self.chance:
             guessing = int((self.losses >= AT_CHANCE * self.chance).sum())
             text += f" {guessing} of {depth} layers do no better than guessing ({self.chance:.4g})."
         return text
 
+    def _first_near(self, losses: np.ndarray) -> int:
+        """The first layer of `losses` that is near the last one."""
+        return int(np.argmax(losses <= NEAR * self.losses[-1])) + 1
+
     def __str__(self) -> str:
         return format_table(self.rows())
 
 
-def lens(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Lens:
+LayerOutputs = Callable[[Mapping[str, Any]], Iterable[Any]]
+
+
+def lens(
+    model: nn.Module,
+    dataset: Dataset | DataLoader,
+    fitted: LayerOutputs | None = None,
+    **settings,
+) -> Lens:
     """Loss, metric, entropy and norm of every layer of `model`, through the readout that its layers share.
 
     Args:
         model (`nn.Module`): a classifier or a language model, on its device.
         dataset (`Dataset` or `DataLoader`): labelled held-out rows.
+        fitted (function, *optional*): the outputs of every layer for a batch, read in another way, such as
+            `fit_lens(model, train).layer_outputs`; their losses stand beside those by the head alone.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -110,6 +137,13 @@ def lens(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Lens:
     entropies, norms = _sums_of_rows(Evaluation(model, dataset, **settings))
     mean_entropies, entropy_radii = _means(entropies)
     mean_norms, norm_radii = _means(norms)
+
+    fitted_losses = None
+    fitted_radii = None
+    if fitted is not None:
+        rows = _loss_sums_of_rows(Evaluation(model, dataset, **settings), fitted)
+        fitted_losses = rows[:, :-1].sum(axis=0) / rows[:, -1].sum()
+        fitted_radii = loss_radii(rows)
 
     return Lens(
         metric=profile.metric,
@@ -123,7 +157,35 @@ def lens(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Lens:
         norm_radii=norm_radii,
         items=round(entropies[:, -1].sum()),
         chance=profile.chance,
+        fitted_losses=fitted_losses,
+        fitted_radii=fitted_radii,
     )
+
+
+def _loss_sums_of_rows(evaluation: Evaluation, layer_outputs: LayerOutputs) -> np.ndarray:
+    """Of each row the sums of its losses at every layer, and its items, as those of a layer profile; float64
+    `[rows, L + 1]`."""
+    rows = RowSums()
+    row_losses = None
+    with evaluating(evaluation.model):
+        for _, inputs in evaluation.batches("Fitted readout"):
+            if row_losses is None:
+                layers = find_layer_losses(
+                    evaluation.model, inputs, evaluation.task, needs_logits=True
+                )
+                row_losses = RowLosses(evaluation.task, layers.chance_loss)
+
+            sums = []
+            splits = []
+            for outputs in layer_outputs(inputs):
+                sums.append(evaluation.loss_sums(outputs, inputs)[0])
+                splits.append(row_losses.split(outputs, inputs))
+
+            items = evaluation.task.count(inputs)
+            means = torch.tensor(sums, device=items.device) / items.clamp(min=1)  # [layers]
+            rows = rows.plus(*row_losses.joined(splits, means, items))
+
+    return rows.gathered(over_processes=False).sums
 
 
 def _sums_of_rows(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:

@@ -156,6 +156,10 @@ def plot_lens(lens: Lens) -> Figure:
         axes.set(xlabel="layer", ylabel=title)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
+    if lens.fitted_losses is not None:
+        radii = np.nan_to_num(lens.fitted_radii)
+        _line(figure.axes[0], layers, [lens.fitted_losses], radii, 1, "fitted")
+        figure.axes[0].legend(frameon=False)
     if lens.chance:
         figure.axes[0].axhline(lens.chance, color="0.7", linestyle=":", zorder=0)
         figure.axes[0].text(1, lens.chance, "guessing", color="0.4", size=8, va="bottom")

@@ -13,6 +13,7 @@ from tiny.tokenizers import tokenizer, word_tokenizer
 from transformers import ViTConfig, ViTForImageClassification, ViTForMaskedImageModeling
 
 from hf_descent import cli, layer_logits
+from hf_descent.early_exit.tuned_lens import fit_lens
 from hf_descent.evaluation.lens import Lens
 
 
@@ -146,6 +147,38 @@ def test_the_interval_of_an_entropy_is_that_of_a_mean_over_rows(tmp_path):
     entropies = np.array([stats.entropy(each.numpy()) for each in logits])
     plain = stats.t.ppf(0.975, ROWS - 1) * entropies.std(ddof=1) / np.sqrt(ROWS)
     assert plain < found.entropy_radii[0] < 1.5 * plain  # wider, for the tails that were not seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_maps_are_fitted_on_the_rows_of_the_training_file(kind, tmp_path, capsys, monkeypatch):
+    make, rows_in, file = KINDS[kind]
+    model = spread(make())
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    rows_in(tmp_path / file)
+    rows_in(tmp_path / f"train_{file}")
+    seen = []
+
+    def fit_on(model, rows, **settings):
+        seen.append(len(rows))
+        return fit_lens(model, rows, steps=60, **settings)
+
+    monkeypatch.setattr("hf_descent.commands.lens.fit_lens", fit_on)
+    flags = ["--data", str(tmp_path / file), "--fit", "affine"]
+    with pytest.raises(ValueError, match="`fit` is 'affine', .* by `train_file`"):
+        cli.main(["lens", str(tmp_path / "model"), *flags])
+    flags += ["--train_file", str(tmp_path / f"train_{file}"), "--max_train_samples", "30"]
+    cli.main(["lens", str(tmp_path / "model"), *flags, "--max_seq_length", "12"])
+
+    assert seen == [30]
+    found = Lens.from_json(str(tmp_path / "model" / "lens.json"))
+    page = (tmp_path / "model" / "lens.md").read_text()
+    assert found.fitted_losses[-1] == pytest.approx(found.losses[-1], rel=1e-4)
+    assert np.isfinite(found.fitted_losses).all() and np.isfinite(found.fitted_radii).all()
+    assert (found.fitted_losses[:-1] != found.losses[:-1]).all()
+    assert "| fitted loss |" in page and f"{found.fitted_losses[0]:.4g}" in page
+    assert "Through the fitted maps it is layer" in found.summary
+    assert found.summary in capsys.readouterr().out
 
 
 def a_lens(losses, chance=None):

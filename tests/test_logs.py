@@ -8,7 +8,9 @@ import pytest
 
 
 PROGRAM = """
-from tiny import bert, config, toy_rows
+from tiny.data import toy_rows
+from tiny.models import bert
+from tiny.training import config
 from hf_descent import DescentTrainer
 from hf_descent.early_exit import exit_profile
 

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from test_healing import CASES, arguments, layers_of, naive_loss, predictions
-from tiny import batches, bert, language_data, llama, spread
+from tiny.data import batches, language_data
+from tiny.models import bert, llama, spread
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,

@@ -25,7 +25,10 @@ TRAIN = """
 import sys
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
+from tiny.data import classification_data, language_data
+from tiny.models import bert, llama
+from tiny.tokenizers import word_tokenizer
+from tiny.training import config
 from transformers import AutoModelForCausalLM
 from hf_descent import DescentTrainer
 

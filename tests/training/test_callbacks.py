@@ -87,7 +87,9 @@ def test_tensorboard_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_
 
 TRACKED = """
 import sys
-from tiny import bert, classification_data, config
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 from hf_descent import DescentTrainer
 
 rows = classification_data(16)

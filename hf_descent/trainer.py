@@ -38,16 +38,9 @@ from .training import checkpoints, checks, data_checks, evaluation, holdout, pre
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results
 from .training.compared_runs import earlier_last_layer, plain_profile_beside, plain_profile_on
+from .training.evaluation_sets import name_of_set, rows_of, set_of_metric
 from .training.plain_arm import train_both
-from .training.records import (
-    Evaluation,
-    RunRecord,
-    StepTotals,
-    items_of_step,
-    name_of_set,
-    rows_of,
-    set_of_metric,
-)
+from .training.records import Evaluation, RunRecord, StepTotals, items_of_step
 from .training.run import DescentRun
 from .training.run_kind import RunKind
 from .training.search import default_objective, space_for
@@ -324,7 +317,7 @@ class DescentMixin:
 
     def _needs_inspection(self, model: nn.Module) -> bool:
         if self._kind.evaluates_layers:
-            return not self._run.reads(model)
+            return not self._run.has_layers_of(model)
         if self._run.task is not None:
             return False
 
@@ -367,22 +360,25 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
+        # Trainer evaluates several sets by a call of this method for each, inside the call for all of them.
+        is_one_of_several = self._run.evaluation.is_of_several
         plain = self._plain_profile_on(eval_dataset)
-        with self._run.evaluating(self._evaluation_of(eval_dataset, plain)):
+        evaluation = self._evaluation_of(eval_dataset, is_one_of_several, plain)
+        with self._run.evaluating(evaluation):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset, *args, **kwargs):
         with self._run.evaluating(self._evaluation_of(test_dataset)):
             return super().predict(test_dataset, *args, **kwargs)
 
-    def _evaluation_of(self, dataset, plain: LayerProfile | None = None) -> Evaluation:
+    def _evaluation_of(
+        self, dataset, is_one_of_several: bool = False, plain: LayerProfile | None = None
+    ) -> Evaluation:
+        """What an evaluation of `dataset` is on; `is_one_of_several` where others are evaluated beside it."""
         rows = rows_of(self.eval_dataset, dataset)
         name = name_of_set(self.eval_dataset, dataset)
-
-        keeps_verdict = True
-        if self._run.evaluation.is_of_several:
-            chosen = set_of_metric(self.eval_dataset, self.args.metric_for_best_model)
-            keeps_verdict = chosen is None or name in (None, chosen)
+        chosen = set_of_metric(self.eval_dataset, self.args.metric_for_best_model)
+        is_chosen = chosen is None or name in (None, chosen)
 
         return Evaluation(
             rows=rows,
@@ -390,7 +386,7 @@ class DescentMixin:
             in_training_loop=self.is_in_train,
             plain=plain,
             is_of_several=isinstance(rows, dict),
-            keeps_verdict=keeps_verdict,
+            keeps_verdict=is_chosen or not is_one_of_several,
         )
 
     def _overlaps_training(self, dataset) -> bool:
@@ -566,31 +562,45 @@ class DescentMixin:
 
         ValueError for no data, or as of [`layer_profile`].
         """
-        references = self._run.references  # were read without noise
         model, settings = evaluation.settings(self, self._readout)
         settings["problem"] = self.problem
         has_noise = bool(kwargs.get("gamma"))
         if has_noise:
             settings["sigma"] = self.noise_sigma(model)
         elif self.args.world_size == 1:
-            known = rows_of(self.eval_dataset, eval_dataset)
-            settings["readings"] = self._last_layer_readings(known)
+            known_rows = rows_of(self.eval_dataset, eval_dataset)
+            settings["readings"] = self._last_layer_readings(known_rows)
         settings.update(kwargs)
+
         rows = self._held_out(eval_dataset)
         profile = layer_profile(model, rows, **settings)
-        if not (has_noise or profile.references):
-            profile.references = earlier_last_layer(self, references, self._run.has_started)
 
-        if self._run.judge is None and "problem" not in kwargs:
-            self._run.judge_plain(self, len(profile.losses), profile.chance)
-            if self.problem is not None:
-                profile.problem = self.problem.state_dict()
+        if not (has_noise or profile.references):  # which were read without noise
+            run = self._run
+            profile.references = earlier_last_layer(self, run.references, run.has_started)
+        if "problem" not in kwargs:
+            self._state_problem(profile)
         if profile.problem is not None:
-            overlaps_training = self._overlaps_training(rows)
-            plain = plain_profile_beside(self, profile, rows, self._run.has_started, self._readout)
-            evaluation.add_facts(profile, self._run.judge, overlaps_training, plain)
+            self._add_facts(profile, rows)
         self._run.record.keep_profile(profile, self.state.global_step)
         return profile
+
+    def _state_problem(self, profile: LayerProfile) -> None:
+        """Give a profile the problem that plain training is judged by, where the run had found none before."""
+        if self._run.judge is not None:
+            return
+        self._run.judge_plain(self, len(profile.losses), profile.chance)
+        if self.problem is not None:
+            profile.problem = self.problem.state_dict()
+
+    def _add_facts(self, profile: LayerProfile, rows) -> None:
+        """Add to a profile of `rows` what a verdict on it reports: facts of training, and f_L of plain training."""
+        run = self._run
+        overlaps_training = self._overlaps_training(rows)
+        profile.facts = evaluation.facts_of(run.judge, profile.problem, overlaps_training)
+        plain = plain_profile_beside(self, profile, rows, run.has_started, self._readout)
+        if plain is not None:
+            profile.keep_plain(plain)
 
     def _held_out(self, dataset):
         return evaluation.chosen_dataset(self.eval_dataset, dataset)

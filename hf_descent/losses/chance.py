@@ -102,8 +102,9 @@ class ChanceLoss:
         ends = labels.cpu().numpy().reshape(-1, per_answer).T
         return [end[(end >= 0) & (end < self.num_classes)] for end in ends]
 
-    def loss(self) -> float:
-        """The least loss on the labels seen, in units of the task loss; ValueError unless labels differ."""
+    def estimate(self) -> float:
+        """The least loss on labels like those seen, which are a sample, in units of the task loss; ValueError unless
+        they differ."""
         loss = self._least(estimates=True)
         if not 0 < loss < math.inf:
             raise ValueError(
@@ -112,9 +113,9 @@ class ChanceLoss:
             )
         return loss
 
-    def least(self) -> float:
+    def lower_bound(self) -> float:
         """What no constant prediction of just these labels stays below, nor a denoiser's input itself; 0 where there
-        is nothing to predict. Of many classes, of which labels show but some, it is an estimate as in `loss`."""
+        is nothing to predict. Of many classes, of which labels show but some, it is an estimate, too."""
         has_many_classes = self.kind == "classes" and self.num_classes > FEW_CLASSES
         return (1 - self.rounding) * self._least(estimates=has_many_classes)
 
@@ -244,7 +245,7 @@ def chance_of(labels: ChanceLoss | None, of_all: bool = True) -> float | None:
     known = [part for part in parts if part is not None]
     if not known:
         return None
-    return reduce(ChanceLoss.plus, known).least()
+    return reduce(ChanceLoss.plus, known).lower_bound()
 
 
 def unmeasurable(what: str) -> ValueError:

@@ -109,27 +109,29 @@ class ReplayedLosses:
             key: what the random numbers of this micro-batch depend on, where tokens are sampled.
             keep_logits: whether the outputs must hold the model's own logits.
         """
-        # Losses that take the items of the whole step are sums divided by them; others are means of the micro-batch,
-        # to be weighted by its share.
-        items = items.clamp(min=1) if self.task.takes_items else None  # a sum over none is 0
+        # A loss that takes items is a sum divided by those of the whole step, and so a part of the step's. Any other
+        # is a mean of the micro-batch, which its share makes a part.
+        divisor = None
+        if self.task.takes_items:
+            divisor = items.clamp(min=1)  # a sum over none is 0
         losses = []
 
         def loss_of(outputs):
-            return self.task(outputs, inputs, items)
+            return self.task(outputs, inputs, divisor)
 
         def read(layer, loss, hidden):
             _require_gradient(layer, hidden, objective, self.readout)
             losses.append(loss)
 
         arguments = self.task.model_inputs(inputs)
-        if items is not None and self.task.accepts_items:
-            arguments["num_items_in_batch"] = items
+        if divisor is not None and self.task.accepts_items:
+            arguments["num_items_in_batch"] = divisor
         unweighted = _unweighted(objective, self.num_layers)
         with self.readout.attach(read, no_grad_layers=unweighted, score=loss_of):
             outputs = model(**arguments)
 
         parts = torch.stack(losses).float()  # [layers]
-        if items is None:
+        if divisor is None:
             parts = torch.where(share > 0, parts, 0.0) * share
         value = objective.value(parts, share)
         if self.task.uses_model_loss and has_router_loss(outputs):
@@ -265,35 +267,30 @@ class TiledLosses:
             tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), same=True)
 
         documents = self._head.documents(inputs)
-        parts = []  # of all layers at once, or of each
+        readings = []  # one of all layers, or one of each layer
         scores = []
-
-        def read_together(read):
-            layer = self.num_layers if last_only else None  # of `None` all
-            statistics = self._token_statistics
-            parts.append(
-                read(tokens, layer=layer, documents=documents, token_statistics=statistics)
-            )
-
-        def read_each(read):
-            for layer in range(1, self.num_layers + 1):
-                losses = read(tokens, layer=layer, documents=documents, token_statistics=True)
-                parts.append(losses)
-                scores.append(score(losses.tokens, inputs))
 
         def read_layers(read, outputs, hidden_states):
             if score is None:
-                read_together(read)
+                layer = self.num_layers if last_only else None  # of `None` all
+                statistics = self._token_statistics
+                readings.append(
+                    read(tokens, layer=layer, documents=documents, token_statistics=statistics)
+                )
             else:
-                read_each(read)
-            return parts[-1].sums[-1] / max(len(tokens.rows), 1)
+                for layer in range(1, self.num_layers + 1):
+                    readings.append(
+                        read(tokens, layer=layer, documents=documents, token_statistics=True)
+                    )
+                    scores.append(score(readings[-1].tokens, inputs))
+            return readings[-1].sums[-1] / max(len(tokens.rows), 1)
 
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
 
-        sums = torch.cat([losses.sums for losses in parts])  # [layers]
+        sums = torch.cat([losses.sums for losses in readings])  # [layers]
         count = torch.full((), len(tokens.rows), device=sums.device)
-        rows = torch.cat([*(losses.rows for losses in parts), parts[-1].row_items], dim=1)
+        rows = torch.cat([*(losses.rows for losses in readings), readings[-1].row_items], dim=1)
         return BatchLosses(
             means=sums / count.clamp(min=1),
             items=count,
@@ -301,7 +298,7 @@ class TiledLosses:
             scores=scores,
             rows=rows,
             is_split=torch.ones((), dtype=torch.bool, device=sums.device),
-            tokens=parts[-1].tokens,
+            tokens=readings[-1].tokens,
         )
 
     def _generator(self, key) -> torch.Generator:
@@ -379,17 +376,19 @@ def find_layer_losses(
     replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
     task.check_loss_function()
     chance_loss = _chance_loss(model, inputs, task)
+
     try:
-        if readout is not None or task.loss_fn is not None or needs_logits:
-            raise ValueError("The readout, the loss or the metric is a custom one.")
-        label_smoothing = getattr(task.smoother, "epsilon", 0.0)
-        tiled = HeadReadout.probe(model, inputs, task.shifts_labels, label_smoothing)
+        is_custom = readout is not None or task.loss_fn is not None or needs_logits
+        head = _find_head(model, inputs, task, is_custom)
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
             raise ValueError(
                 f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}"
             ) from reason
         logger.debug(f"The layers are not read in tiles: {reason}")
+        head = None
+
+    if head is None:
         if trains:
             task.takes_items = task.divides_by_items(inputs)
         losses = ReplayedLosses(replay, task, chance_loss, token_statistics)
@@ -398,14 +397,20 @@ def find_layer_losses(
         return losses
 
     if token_fraction is None:
-        token_fraction = _default_fraction(tiled.vocab_size)
+        token_fraction = _default_fraction(head.vocab_size)
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
-    logger.info_once(
-        f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}."
-    )
-    return TiledLosses(
-        tiled, task, chance_loss, token_fraction, token_statistics, seed, same_tokens
-    )
+    logger.info_once(f"Layers are read in tiles of a head with {head.vocab_size} classes, {share}.")
+    return TiledLosses(head, task, chance_loss, token_fraction, token_statistics, seed, same_tokens)
+
+
+def _find_head(
+    model: nn.Module, inputs: Mapping[str, Any], task: TaskLoss, is_custom: bool
+) -> HeadReadout:
+    """The final norm and the head of a model, which read its layers in tiles; ValueError where they cannot."""
+    if is_custom:
+        raise ValueError("The readout, the loss or the metric is a custom one.")
+    label_smoothing = getattr(task.smoother, "epsilon", 0.0)
+    return HeadReadout.probe(model, inputs, task.shifts_labels, label_smoothing)
 
 
 def _report_replay(readout: Callable | None, trains: bool) -> None:

@@ -6,15 +6,17 @@ cross-entropy and the squared error, so a loss is compared with these on a real 
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
@@ -55,34 +57,46 @@ def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, da
 
     ValueError where the data can be read only once, or has no two labels.
     """
-    args = trainer.args
     if data is None or is_readable_once(data):
         raise unmeasurable("data that can be read only once")
-    levels = levels_of("noise_gamma", args.noise_gamma)
-    low = levels[0]
-    high = levels[-1]
-    mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
+
     with drawing_apart(trainer, task.model):
         noise_variance = 0.0
-        if chance_loss.signal is not None and mean_square > 0:
-            noise_variance = mean_square * trainer.noise_sigma() ** 2
+        if chance_loss.signal is not None:
+            noise_variance = _noise_variance(trainer)
         chance_loss = replace(chance_loss, noise_variance=noise_variance)
-        failure = None
-        try:
-            chance = chance_of_batches(
-                task, chance_loss, collated(trainer, data, chance_loss.enough)
-            )
-        except ValueError as error:
-            failure = error
-            chance = math.nan
+        batches = collated(trainer, data, chance_loss.enough)
+        measure = partial(chance_of_batches, task, chance_loss, batches)
+        return _mean_over_processes(trainer.accelerator, measure)
 
-    # One value for all, also where each process has a part of a stream to itself; or an error on all.
-    total = reduced(trainer.accelerator, torch.tensor(chance, dtype=torch.float64)).item()
+
+def _noise_variance(trainer: Trainer) -> float:
+    """The mean variance of the noise of training, whose level is drawn between two."""
+    levels = levels_of("noise_gamma", trainer.args.noise_gamma)
+    low = levels[0]
+    high = levels[-1]
+    mean_square = (low**2 + low * high + high**2) / 3
+    if mean_square == 0:
+        return 0.0
+    return mean_square * trainer.noise_sigma() ** 2
+
+
+def _mean_over_processes(accelerator: Accelerator, measure: Callable[[], float]) -> float:
+    """The mean of what each process measures: one value for all, also where each has a part of a stream to itself.
+    ValueError on all where one process has one."""
+    failure = None
+    try:
+        value = measure()
+    except ValueError as error:
+        failure = error
+        value = math.nan
+
+    total = reduced(accelerator, torch.tensor(value, dtype=torch.float64)).item()
     if failure is not None:
         raise failure
     if math.isnan(total):
         raise unmeasurable("the rows of another process, whose error says why")
-    return total / args.world_size
+    return total / accelerator.num_processes
 
 
 def chance_of_batches(
@@ -98,7 +112,7 @@ def chance_of_batches(
         missing -= chance_loss.update(answers, batch.get(chance_loss.signal))
         if missing <= 0:
             break
-    return chance_loss.loss()
+    return chance_loss.estimate()
 
 
 def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, Any]]:

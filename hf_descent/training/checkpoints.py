@@ -33,8 +33,9 @@ from ..files import write_json
 from ..readout.pooling import POOLINGS
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
+from .evaluation_sets import evaluation_sets
 from .preparation import loaded_from
-from .records import RunRecord, evaluation_sets, reduced
+from .records import RunRecord, reduced
 from .run import DescentRun
 
 

@@ -15,7 +15,7 @@ from ..constraints.state import DualState
 from ..logs import get_logger
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
-from .records import evaluation_sets, set_of_metric
+from .evaluation_sets import evaluation_sets, set_of_metric
 
 
 logger = get_logger(__name__)

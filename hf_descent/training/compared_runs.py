@@ -15,8 +15,8 @@ from ..runs import RunFolder, training_arguments
 from .chance import drawing_apart
 from .checkpoints import on_first_process
 from .evaluation import settings as evaluation_settings
+from .evaluation_sets import rows_of
 from .preparation import loaded_from
-from .records import rows_of
 from .references import LastLayerReferences, references_of
 
 

@@ -12,8 +12,8 @@ from ..extras import is_dataset
 from ..loading import has_position_table, position_limit
 from ..readout.labels import IGNORE_INDEX
 from ..readout.stack import inner_model
+from .evaluation_sets import evaluation_sets
 from .holdout import check_dual_dataset
-from .records import evaluation_sets
 
 
 def check_data(trainer: Trainer, readout, dual_dataset) -> None:

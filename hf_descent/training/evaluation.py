@@ -205,19 +205,6 @@ def facts_of(
     return facts
 
 
-def add_facts(
-    profile: LayerProfile,
-    judge: DualState | None,
-    overlaps_training: bool,
-    plain: LayerProfile | None,
-) -> None:
-    """Add to a layer profile what a verdict on it reports: facts of training, and f_L of plain training on the same
-    data, by its profile there."""
-    profile.facts = facts_of(judge, profile.problem, overlaps_training)
-    if plain is not None:
-        profile.keep_plain(plain)
-
-
 @contextmanager
 def read_by(
     function: Callable, readout: Readout | None, model: nn.Module, inputs: Mapping[str, Any]

@@ -16,8 +16,9 @@ from ..configs import DescentArguments
 from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
 from .chance import drawing_apart
+from .evaluation_sets import evaluation_sets, rows_of
 from .overlap import share_rows
-from .records import evaluation_sets, reduced, rows_of
+from .records import reduced
 
 
 logger = get_logger(__name__)

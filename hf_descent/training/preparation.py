@@ -3,7 +3,6 @@
 [`DescentRun`] keeps what these functions find.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -13,21 +12,17 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin, broadcast_object_
 from torch import nn
 from transformers import Trainer
 
-from ..constraints.saved_state import STATE_NAME, read_state
-from ..constraints.state import DualState
 from ..evaluation.scoring import name_of
 from ..logs import get_logger
-from ..losses.chance_probe import find_chance_loss
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import estimate_sigma
 from ..readout.labels import IGNORE_INDEX, names_of_labels
-from ..readout.replay import output_loss, probing
+from ..readout.replay import probing
 from ..readout.stack import inner_model, unwrapped
 from ..runs import RunFolder
-from .chance import collated, drawing_apart, is_readable_once, measure_chance
+from .chance import collated, drawing_apart, is_readable_once
 from .document_checks import check_documents
-from .holdout import HeldOutRows, shuffled
 from .records import reduced
 
 
@@ -184,113 +179,6 @@ def find_layers(
             if layer._compiled_call_impl is None:
                 layer.compile(**compiler.to_kwargs())
     return layers
-
-
-def has_state(checkpoint: str | None) -> bool:
-    """Whether a checkpoint holds the state of a dual side."""
-    if checkpoint is None:
-        return False
-    return os.path.isfile(os.path.join(checkpoint, STATE_NAME))
-
-
-def make_dual(
-    trainer: Trainer,
-    layers: LayerLosses,
-    inputs: Mapping[str, Any],
-    dual_dataset,
-    checkpoint: str | None,
-) -> DualState:
-    """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
-    on, where it is only evaluated. The multipliers move on `dual_dataset`, or on the rows of training."""
-    saves_dual = has_state(checkpoint)
-    start_step = trainer.state.global_step
-    problem = None
-    if saves_dual:
-        start_step = 0
-        problem = read_state(checkpoint)[1]["problem"]
-
-    if problem is None:
-        problem = {}
-        if not trainer.is_in_train:
-            problem = RunFolder(loaded_from(trainer.model)).summary
-
-    dual = DualState(
-        trainer.args,
-        layers.num_layers,
-        trainer.state.max_steps,
-        start_step,
-        chance=_loss_at_chance(trainer, layers, inputs, problem, saves_dual),
-        device=trainer.args.device,
-        held_out=_rows_of_multipliers(trainer, dual_dataset),
-    )
-
-    if saves_dual:
-        dual.load(checkpoint)
-    elif checkpoint is not None:
-        logger.warning(f"{checkpoint} has no saved multipliers: they start from 0, with a warm-up.")
-    elif not trainer.is_in_train:
-        dual.take_saved_problem(problem)
-    return dual
-
-
-def _loss_at_chance(
-    trainer: Trainer,
-    layers: LayerLosses,
-    inputs: Mapping[str, Any],
-    problem: Mapping[str, Any],
-    resumes: bool,
-) -> float | None:
-    """The loss of the best constant prediction: that of the saved `problem`, or measured on the data; `None` where it
-    is not known. ValueError where constraints are relative to it."""
-    args = trainer.args
-    task = layers.task
-
-    inputs = task.short(inputs)
-    with probing(task.model):
-        outputs = task.model(**task.model_inputs(inputs))
-    _warn_of_half_precision(output_loss(outputs))
-
-    chance = problem.get("chance_loss")
-    if chance is None and resumes and args.initial_loss_bound == "auto":
-        chance = problem.get("initial_loss_bound")  # version 0.1 measured f_0 in warm-up
-
-    try:
-        if layers.chance_loss is None:
-            find_chance_loss(task, inputs, outputs)  # raises, and says why
-        elif chance is None:
-            chance = measure_chance(trainer, task, layers.chance_loss, _rows_at_hand(trainer))
-    except ValueError:
-        is_constrained = trainer.is_in_train and args.objective_class.is_constrained
-        if is_constrained and chance is None and args.initial_loss_bound == "auto":
-            raise
-    return chance
-
-
-def _warn_of_half_precision(loss: Any) -> None:
-    digits = {torch.bfloat16: 3, torch.float16: 4}
-    if isinstance(loss, torch.Tensor) and loss.dtype in digits:
-        logger.warning(
-            f"The model computes its loss in {loss.dtype}, which has {digits[loss.dtype]} digits: too few for small "
-            "violations. Load the model in float32 and set `bf16=True` (mixed precision)."
-        )
-
-
-def _rows_at_hand(trainer: Trainer):
-    """The data of the present training or evaluation."""
-    loader = trainer.callback_handler.eval_dataloader  # `None` of a step of evaluation by itself
-    if trainer.is_in_train or loader is None:
-        return trainer.train_dataset
-    return getattr(loader, "dataset", None)
-
-
-def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
-    """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training rows, or not."""
-    args = trainer.args
-    if dual_dataset is None or not trainer.is_in_train:
-        return None
-    if not args.objective_class.moves_multipliers:
-        return None
-    return HeldOutRows(trainer, shuffled(dual_dataset, args))
 
 
 def loaded_from(model: nn.Module) -> str:

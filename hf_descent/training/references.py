@@ -29,20 +29,27 @@ from .evaluation import (
     without_persistent_workers,
     without_repeats,
 )
+from .evaluation_sets import evaluation_sets
 from .holdout import reshard
-from .records import evaluation_sets
 
 
 MOST_ROWS = 2048  # of one evaluation set in one reading
 FILE = "last_layer_losses.safetensors"
 
 
-class LastLayerReferences:
-    """What was read so far: by the time, by the evaluation set, and of each process."""
+# One [`Reading`] of each process, by the name of the evaluation set.
+ReadingsOfSets = dict[str, list[Reading]]
 
-    def __init__(
-        self, readings: dict[str, dict[str, list[Reading]]] | None = None, eval_dataset: Any = None
-    ):
+
+class LastLayerReferences:
+    """What was read so far.
+
+    Args:
+        readings (mapping, *optional*): [`ReadingsOfSets`] by the time of reading, of a checkpoint.
+        eval_dataset: the trainer's, whose sets those were.
+    """
+
+    def __init__(self, readings: dict[str, ReadingsOfSets] | None = None, eval_dataset: Any = None):
         if readings is None:
             readings = {}
         self._readings = readings

@@ -16,13 +16,12 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout, probing
 from ..readout.stack import unwrapped
 from .checks import for_verdicts, report_layers_at_chance
+from .dual_side import has_state, make_dual
 from .judging import chance_in_training, judging_state
 from .objective import LayerObjective
 from .preparation import (
     find_layers,
     find_task,
-    has_state,
-    make_dual,
     shared_batch,
     takes_items,
 )
@@ -102,7 +101,7 @@ class DescentRun:
             )
         return self.objective
 
-    def reads(self, model: nn.Module) -> bool:
+    def has_layers_of(self, model: nn.Module) -> bool:
         """Whether the layers of this very model, with this head and these adapters, were found."""
         if self.readout is None:
             return False

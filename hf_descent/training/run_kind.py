@@ -6,7 +6,7 @@ from enum import Enum, auto
 from transformers import Trainer
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS
-from .records import set_of_metric
+from .evaluation_sets import set_of_metric
 
 
 class RunKind(Enum):

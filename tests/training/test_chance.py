@@ -13,7 +13,7 @@ from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, defau
 
 from hf_descent import DescentTrainer, EmbeddingNoise
 from hf_descent.models import UTConfig, UTForVideoDenoising
-from hf_descent.training import chance, preparation
+from hf_descent.training import chance, dual_side
 
 
 def measured(folder, model, data, collator=default_data_collator, **settings):
@@ -144,7 +144,7 @@ def test_training_draws_as_if_nothing_had_been_measured(tmp_path, monkeypatch, s
     def unknown(*args):
         raise ValueError
 
-    monkeypatch.setattr(preparation, "measure_chance", unknown)
+    monkeypatch.setattr(dual_side, "measure_chance", unknown)
 
     assert losses() == (None, after) and len(after) == 4
 

@@ -1,0 +1,136 @@
+"""Makes the dual side of a run, once its layers were found."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ..constraints.saved_state import STATE_NAME, read_state
+from ..constraints.state import DualState
+from ..logs import get_logger
+from ..losses.chance_probe import find_chance_loss
+from ..losses.layerwise import LayerLosses
+from ..losses.task import TaskLoss
+from ..readout.replay import output_loss, probing
+from ..runs import RunFolder
+from .chance import measure_chance
+from .holdout import HeldOutRows, shuffled
+from .preparation import loaded_from
+
+
+logger = get_logger(__name__)
+
+
+def has_state(checkpoint: str | None) -> bool:
+    """Whether a checkpoint holds the state of a dual side."""
+    if checkpoint is None:
+        return False
+    return os.path.isfile(os.path.join(checkpoint, STATE_NAME))
+
+
+def make_dual(
+    trainer: Trainer,
+    layers: LayerLosses,
+    inputs: Mapping[str, Any],
+    dual_dataset,
+    checkpoint: str | None,
+) -> DualState:
+    """The dual side of a run: that of the `checkpoint` it goes on from, else a new one. Of a model that is only
+    evaluated it has the problem that the model was trained on.
+
+    The multipliers move on `dual_dataset`, or on the rows of training. `inputs` is a batch to try the model out on.
+    """
+    inputs = layers.task.short(inputs)
+    _warn_of_half_precision(layers.task, inputs)
+
+    saved_problem = _saved_problem(trainer, checkpoint)
+    chance = saved_problem.get("chance_loss")
+    if chance is None:
+        chance = _measured_chance(trainer, layers, inputs)
+
+    resumes_dual = has_state(checkpoint)
+    dual = DualState(
+        trainer.args,
+        layers.num_layers,
+        trainer.state.max_steps,
+        # Without a state to go on from, the warm-up begins now.
+        start_step=0 if resumes_dual else trainer.state.global_step,
+        chance=chance,
+        device=trainer.args.device,
+        held_out=_rows_of_multipliers(trainer, dual_dataset),
+    )
+
+    if resumes_dual:
+        dual.load(checkpoint)
+    elif checkpoint is not None:
+        logger.warning(f"{checkpoint} has no saved multipliers: they start from 0, with a warm-up.")
+    elif not trainer.is_in_train:
+        dual.take_saved_problem(saved_problem)
+    return dual
+
+
+def _saved_problem(trainer: Trainer, checkpoint: str | None) -> Mapping[str, Any]:
+    """What the checkpoint of a training says of its problem, or the folder that an evaluated model was loaded from;
+    empty where nothing does."""
+    if has_state(checkpoint):
+        _, settings = read_state(checkpoint)
+        if settings["problem"] is not None:
+            return settings["problem"]
+    elif not trainer.is_in_train:
+        return RunFolder(loaded_from(trainer.model)).summary
+    return {}
+
+
+def _measured_chance(
+    trainer: Trainer, layers: LayerLosses, inputs: Mapping[str, Any]
+) -> float | None:
+    """The loss of the best constant prediction on the data at hand; `None` where it is not known. ValueError where it
+    would be the f_0 of a training."""
+    args = trainer.args
+    task = layers.task
+    try:
+        chance_loss = layers.chance_loss
+        if chance_loss is None:  # the error says why
+            chance_loss = find_chance_loss(task, inputs, _outputs(task, inputs))
+        return measure_chance(trainer, task, chance_loss, _rows_at_hand(trainer))
+    except ValueError:
+        is_constrained = trainer.is_in_train and args.objective_class.is_constrained
+        if is_constrained and args.initial_loss_bound == "auto":
+            raise
+        return None
+
+
+def _warn_of_half_precision(task: TaskLoss, inputs: Mapping[str, Any]) -> None:
+    loss = output_loss(_outputs(task, inputs))
+    digits = {torch.bfloat16: 3, torch.float16: 4}
+    if isinstance(loss, torch.Tensor) and loss.dtype in digits:
+        logger.warning(
+            f"The model computes its loss in {loss.dtype}, which has {digits[loss.dtype]} digits: too few for small "
+            "violations. Load the model in float32 and set `bf16=True` (mixed precision)."
+        )
+
+
+def _outputs(task: TaskLoss, inputs: Mapping[str, Any]) -> Any:
+    """The model's, without a trace in its training."""
+    with probing(task.model):
+        return task.model(**task.model_inputs(inputs))
+
+
+def _rows_at_hand(trainer: Trainer):
+    """The data of the present training or evaluation."""
+    loader = trainer.callback_handler.eval_dataloader  # `None` of a step of evaluation by itself
+    if trainer.is_in_train or loader is None:
+        return trainer.train_dataset
+    return getattr(loader, "dataset", None)
+
+
+def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
+    """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training rows, or not."""
+    args = trainer.args
+    if dual_dataset is None or not trainer.is_in_train:
+        return None
+    if not args.objective_class.moves_multipliers:
+        return None
+    return HeldOutRows(trainer, shuffled(dual_dataset, args))

@@ -33,6 +33,11 @@ def read(folder):
     return ModelCard.load(folder / "README.md"), text
 
 
+def results_of(card):
+    """The numbers that the Hub lists, by the names of their metrics."""
+    return {result.metric_name: result.metric_value for result in card.data.eval_results}
+
+
 def check_card(text):
     """What the Hub demands of a card's metadata; a list of complaints."""
     data = yaml.safe_load(re.match(r"\A---\n(.*?)\n---\n", text, re.DOTALL)[1])

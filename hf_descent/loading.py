@@ -110,10 +110,9 @@ def load_model(name: str, images: bool = False) -> PreTrainedModel:
         )
     auto_class = _auto_class(architecture)
     if auto_class is None or (auto_class is AutoModelForImageClassification and not images):
-        kinds = "a text classifier or a causal language model"
-        if images:
-            kinds = "a classifier of texts or images, or a causal language model"
-        raise ValueError(f"`model` is {name!r}, a {architecture}; give {kinds}.")
+        raise ValueError(
+            f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model."
+        )
 
     if not find_json(name, ADAPTER):
         with weights_of(name):

@@ -2,20 +2,16 @@
 
 from transformers import (
     AutoConfig,
-    AutoModelForAudioClassification,
     AutoModelForImageClassification,
     AutoModelForImageToImage,
     AutoModelForSequenceClassification,
-    AutoModelForVideoClassification,
 )
 
 from .dust import DustConfig, DustForVideoDenoising
 from .linear_readout import (
     LinearReadoutConfig,
-    LinearReadoutForAudioClassification,
     LinearReadoutForImageClassification,
     LinearReadoutForSequenceClassification,
-    LinearReadoutForVideoClassification,
 )
 from .linear_readout import give_linear_readout as give_linear_readout
 from .ut import UTConfig, UTForSequenceClassification, UTForVideoDenoising
@@ -28,6 +24,4 @@ for model_class in (LinearReadoutForSequenceClassification, UTForSequenceClassif
     AutoModelForSequenceClassification.register(model_class.config_class, model_class)
 for model_class in (DustForVideoDenoising, UTForVideoDenoising, ViTForDenoising):
     AutoModelForImageToImage.register(model_class.config_class, model_class)
-AutoModelForAudioClassification.register(LinearReadoutConfig, LinearReadoutForAudioClassification)
 AutoModelForImageClassification.register(LinearReadoutConfig, LinearReadoutForImageClassification)
-AutoModelForVideoClassification.register(LinearReadoutConfig, LinearReadoutForVideoClassification)

@@ -23,7 +23,7 @@ from ..readout.pooling import POOLINGS, linear_layers, pool
 
 @strict
 class LinearReadoutConfig(PreTrainedConfig):
-    """Configuration of [`LinearReadoutForSequenceClassification`] and its like for images, videos and sounds.
+    """Configuration of [`LinearReadoutForSequenceClassification`] and its like for images.
 
     Args:
         encoder_config (`PreTrainedConfig` or `dict`): Configuration of the encoder, of any type that `AutoModel`
@@ -166,38 +166,10 @@ class LinearReadoutForImageClassification(LinearReadoutModel):
         num_items_in_batch: torch.Tensor | None = None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        """`pixel_values` is `[batch, channels, height, width]`, `[batch, frames, ...]` of videos, `attention_mask` of
-        tokens `[batch, tokens]`, and `kwargs` are other inputs of the encoder; `labels` as of a text classifier."""
+        """`pixel_values` is `[batch, channels, height, width]`, `attention_mask` of tokens `[batch, tokens]`, and `kwargs`
+        are other inputs of the encoder; `labels` as of a text classifier."""
         return self.classify(
             labels, num_items_in_batch, attention_mask, pixel_values=pixel_values, **kwargs
-        )
-
-
-class LinearReadoutForVideoClassification(LinearReadoutForImageClassification):
-    """A video encoder with ONE linear layer on its first token or on the mean of all its tokens."""
-
-    input_modalities = ("video",)
-
-
-class LinearReadoutForAudioClassification(LinearReadoutModel):
-    """A sound encoder with ONE linear layer on its first token or on the mean of all its tokens."""
-
-    main_input_name = "input_values"
-    input_modalities = ("audio",)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_values: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        num_items_in_batch: torch.Tensor | None = None,
-        **kwargs,
-    ) -> SequenceClassifierOutput:
-        """`input_values` are spectrograms `[batch, frames, bins]`, or what the encoder reads; `kwargs` and `labels`
-        as of an image classifier."""
-        return self.classify(
-            labels, num_items_in_batch, attention_mask, input_values=input_values, **kwargs
         )
 
 
@@ -205,8 +177,6 @@ class LinearReadoutForAudioClassification(LinearReadoutModel):
 KINDS = {
     "ForSequenceClassification": LinearReadoutForSequenceClassification,
     "ForImageClassification": LinearReadoutForImageClassification,
-    "ForVideoClassification": LinearReadoutForVideoClassification,
-    "ForAudioClassification": LinearReadoutForAudioClassification,
 }
 # How arguments of a classifier begin that no data set has, or that a single linear layer has no use for.
 NO_COLUMNS = (
@@ -221,8 +191,8 @@ def give_linear_readout(model: PreTrainedModel, pooling: str) -> None:
     """Makes a classifier of transformers, in place, one with a single linear layer on the output of its encoder.
 
     `model` keeps its encoder and the last linear layer of its head, and becomes a
-    [`LinearReadoutForSequenceClassification`], or its like for images, videos or sounds. What is between the two (a
-    pooler, a hidden layer) goes. Whoever holds the model, holds the new one: it is saved, cut and pushed as such.
+    [`LinearReadoutForSequenceClassification`], or its like for images. What is between the two (a pooler, a
+    hidden layer) goes. Whoever holds the model, holds the new one: it is saved, cut and pushed as such.
 
     Args:
         model (`PreTrainedModel`): A classifier of transformers without adapters, or one with a linear readout, of
@@ -294,7 +264,7 @@ def _kind_of(model: nn.Module, pooling: str) -> type[LinearReadoutModel]:
             return kind
 
     raise ValueError(
-        f"`readout` is {pooling!r}, but {name} is no classifier of transformers for texts, images, videos or sounds; "
+        f"`readout` is {pooling!r}, but {name} is no classifier of transformers for texts or images; "
         "give `readout(model, hidden, inputs)`."
     )
 

@@ -10,9 +10,6 @@ from tiny.data import classification_data
 from tiny.models import VOCAB, bert
 from tiny.training import config, fitted, trained
 from transformers import (
-    ASTConfig,
-    ASTForAudioClassification,
-    AutoModelForAudioClassification,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     BartConfig,
@@ -71,11 +68,6 @@ def vit():
     )
 
 
-def ast():
-    sizes = {"num_mel_bins": 8, "max_length": 8, "patch_size": 4, "time_stride": 4}
-    return ASTForAudioClassification(ASTConfig(**sizes, frequency_stride=4, **SIZES, **NAMES))
-
-
 def numbered(name, *shape):
     generator = torch.Generator().manual_seed(0)
     return [
@@ -89,7 +81,6 @@ MODELS = {
     "roberta": (roberta, TEXTS, AutoModelForSequenceClassification),
     "gpt2": (gpt2, TEXTS, AutoModelForSequenceClassification),
     "vit": (vit, numbered("pixel_values", 1, 4, 4), AutoModelForImageClassification),
-    "ast": (ast, numbered("input_values", 8, 8), AutoModelForAudioClassification),
 }
 
 

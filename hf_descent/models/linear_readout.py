@@ -166,8 +166,8 @@ class LinearReadoutForImageClassification(LinearReadoutModel):
         num_items_in_batch: torch.Tensor | None = None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        """`pixel_values` is `[batch, channels, height, width]`, `attention_mask` of tokens `[batch, tokens]`, and `kwargs`
-        are other inputs of the encoder; `labels` as of a text classifier."""
+        """`pixel_values` is `[batch, channels, height, width]`, `attention_mask` of tokens `[batch, tokens]`;
+        `kwargs` are other inputs of the encoder, and `labels` as of a text classifier."""
         return self.classify(
             labels, num_items_in_batch, attention_mask, pixel_values=pixel_values, **kwargs
         )

@@ -24,7 +24,6 @@ def make_curve(accuracies, gammas=GAMMAS, noise_seed=0):
         np.ones_like(values),
         1.0,
         parts,
-        least_rows=2,
         settings=settings,
     )
 
@@ -32,14 +31,14 @@ def make_curve(accuracies, gammas=GAMMAS, noise_seed=0):
 def make_profile(losses, gamma=0.0, feasible=None):
     losses = np.asarray(losses, dtype=float)
     problem = None
-    row_sums = np.ones((20, len(losses) + 1))
+    row_sums = np.ones((40, len(losses) + 1))
     row_sums[:, :-1] = losses
     if feasible is not None:  # above chance no layer is
         problem = DescentProblem(
             1e-3, losses[0] * (1.1 if feasible else 0.9), len(losses)
         ).state_dict()
     return LayerProfile(
-        "accuracy", losses, 1 - losses, gamma, problem, chance=9.0, row_sums=row_sums, least_rows=2
+        "accuracy", losses, 1 - losses, gamma, problem, chance=9.0, row_sums=row_sums
     )
 
 

@@ -177,7 +177,6 @@ def certify(
     gamma: float = 0.0,
     multipliers: Sequence[float] | None = None,
     chance: float | None = None,
-    least_rows: int = LEAST_ROWS,
     items: int | None = None,
     references: Sequence[Reference | Mapping[str, Any]] = (),
     max_last_layer_rise: float | None = None,
@@ -195,7 +194,6 @@ def certify(
         multipliers (`[rows]`, *optional*): those of the training.
         chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
             it is not known: labels of another distribution, or fewer of them, have another one.
-        least_rows (`int`): with how many rows of the data an interval begins.
         items (`int`, *optional*): what the losses are averaged over, where the last column holds weights.
         references (sequence of [`~evaluation.price.Reference`]): f_L at earlier times of the run.
         max_last_layer_rise (`float`, *optional*): no row is met where f_L is shown to be above one of these by more
@@ -209,7 +207,7 @@ def certify(
         plain_run = None if plain is None else plain_reference(plain)
         price = price_of(rows, references, max_last_layer_rise, plain_run)
 
-    judged = _Judged.of(_on_cpu(problem, chance), rows, confidence, least_rows, chance, price)
+    judged = _Judged.of(_on_cpu(problem, chance), rows, confidence, chance, price)
     problem = judged.problem
     losses = torch.from_numpy(judged.losses)  # [L]
     asked, _ = judged.bounds
@@ -240,7 +238,7 @@ def certify(
         confidence=confidence,
         multipliers=multipliers,
         items=round(rows[:, -1].sum()) if items is None else items,
-        loss_radii=loss_radii(rows, confidence, least_rows),
+        loss_radii=loss_radii(rows, confidence),
         reasons=[judged.reason(place, verdict) for place, verdict in enumerate(verdicts)],
         examples=len(rows),
         price=price,
@@ -284,7 +282,6 @@ class _Judged:
     lower: np.ndarray  # [2 R + 1]
     upper: np.ndarray  # [2 R + 1]
     examples: int
-    least_examples: int
     chance: float | None
     price: Price | None
 
@@ -294,7 +291,6 @@ class _Judged:
         problem: DescentProblem,
         rows: np.ndarray,
         confidence: float,
-        least_rows: int,
         chance: float | None,
         price: Price | None,
     ) -> "_Judged":
@@ -305,12 +301,12 @@ class _Judged:
 
         losses = rows[:, :-1].sum(axis=0) / rows[:, -1].sum()
         values, of_rows = values_of_rows(excess, rows)
-        lower, upper = confidence_limits(of_rows, confidence, least_rows)
+        lower, upper = confidence_limits(of_rows, confidence)
         if problem.num_layers < 2 or not (losses > 0).all():
             lower = np.full_like(values, -np.inf)
             upper = np.full_like(values, np.inf)
 
-        return cls(problem, losses, values, lower, upper, len(rows), least_rows, chance, price)
+        return cls(problem, losses, values, lower, upper, len(rows), chance, price)
 
     @property
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
@@ -389,8 +385,8 @@ class _Judged:
             return "the model has one layer"
         if not (self.losses > 0).all():
             return "a loss is not a number above 0"
-        if self.examples < self.least_examples:
-            return f"{self.examples} examples; {self.least_examples} are the least"
+        if self.examples < LEAST_ROWS:
+            return f"{self.examples} examples; {LEAST_ROWS} are the least"
         if self.chance == 0:
             return "there is nothing to predict"
         if self.chance is None:

@@ -98,19 +98,11 @@ class Run:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What each row asked and reached there. `None` without constraints, without a profile at that level, or
-        where version 0.1 measured it, whose "feasible" asked for less."""
+        """What each row asked and reached there. `None` without constraints, or without a profile at that level."""
         profile = self.profiles.get(self.gamma_train or 0.0)
         if profile is None or profile.problem is None:
             return None
-        if self.is_of_0_1 and profile.chance is None:
-            return None
         return profile.certificate()
-
-    @property
-    def is_of_0_1(self) -> bool:
-        """Whether version 0.1 trained it."""
-        return str(self.summary.get("versions", {}).get("hf_descent", "")).startswith("0.1.")
 
     @property
     def gamma_train(self) -> float | None:
@@ -192,7 +184,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
     if first.curve.parts is None or len(first.curve.parts) < 2:
         raise ValueError(
-            f"{first.folder} was evaluated on too few rows to compare; evaluate all runs on more."
+            f"{first.folder} was evaluated on too few rows to compare, or by an earlier version; run `hf-descent "
+            "evaluate` on all runs again, with more rows."
         )
 
 
@@ -343,9 +336,11 @@ class Comparison:
         for name, runs in self.groups.items():
             summary = self._summary(runs)
             numbers = [_format(*summary[column]) for column in (*SUMMARIES, "sigma")]
-            table.append(
-                [name, f"{len(runs)}", *numbers, _feasible_runs(runs, summary["feasible"])]
-            )
+            feasible = ""
+            if summary["feasible"] is not None:
+                count, judged = summary["feasible"]
+                feasible = f"{count} of {judged}"
+            table.append([name, f"{len(runs)}", *numbers, feasible])
             if summary["missed"]:
                 counts = ", ".join(f"{row} ({count})" for row, count in summary["missed"].items())
                 missed.append(f"Rows that runs of {name} miss: {counts}")
@@ -379,15 +374,6 @@ class Comparison:
 
         summary["missed"] = dict(missed)
         return summary
-
-
-def _feasible_runs(runs: Sequence[Run], counts: tuple[int, int] | None) -> str:
-    """How many runs are feasible, of how many that were judged."""
-    if counts is not None:
-        return f"{counts[0]} of {counts[1]}"
-    if any(run.is_of_0_1 for run in runs):
-        return "of 0.1: not judged"
-    return ""
 
 
 def _mean_and_deviation(values: Sequence[float | None]) -> tuple[float, float]:

@@ -21,8 +21,6 @@ from ..special import student_t_quantile
 
 
 LEAST_ROWS = 30  # with fewer there are no limits
-# Of means over blocks of batches, which evaluations of former versions kept in place of rows.
-LEAST_BLOCKS = 8
 LEAST_SKEWED_ROWS = 100  # nor with fewer on the side of a long tail
 LARGEST_SKEWNESS = 1.0  # from here on the tail is long
 # The deviation of the unseen row from the mean of 100 rows, in units of that of the worst row, and by which power of
@@ -63,39 +61,32 @@ def values_of_rows(
     return values, values + off @ slopes
 
 
-def confidence_limits(
-    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
-) -> tuple[np.ndarray, np.ndarray]:
+def confidence_limits(rows: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
     """The lower and the upper limit of the expectation of `rows`, independent draws; each `[...]`.
 
     Args:
         rows (float64 `[n, ...]`): the draws; columns are judged each for itself.
         confidence (`float`): of both limits together; each errs in half of the rest.
-        least_rows (`int`): how many draws it takes; means over many rows need fewer than rows.
 
     Infinite where there are too few rows to tell.
     """
     check_confidence(confidence)
     one_sided = (1 + confidence) / 2
-    return -_upper_limit(-rows, one_sided, least_rows), _upper_limit(rows, one_sided, least_rows)
+    return -_upper_limit(-rows, one_sided), _upper_limit(rows, one_sided)
 
 
-def half_widths(
-    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
-) -> np.ndarray:
+def half_widths(rows: np.ndarray, confidence: float = 0.95) -> np.ndarray:
     """Half-widths `[...]` of the intervals between the [`confidence_limits`] of `rows` `[n, ...]`; not a number where
     there are too few rows."""
-    lower, upper = confidence_limits(rows, confidence, least_rows)
+    lower, upper = confidence_limits(rows, confidence)
     width = upper - lower
     return np.where(np.isinf(width), np.nan, width / 2)
 
 
-def loss_radii(
-    rows: np.ndarray, confidence: float = 0.95, least_rows: int = LEAST_ROWS
-) -> np.ndarray:
+def loss_radii(rows: np.ndarray, confidence: float = 0.95) -> np.ndarray:
     """Half-widths `[L]` of the intervals of mean losses, from the sums of rows `[n, L + 1]`, see [`half_widths`]."""
     _, of_rows = values_of_rows(lambda losses: losses, rows)
-    return half_widths(of_rows, confidence, least_rows)
+    return half_widths(of_rows, confidence)
 
 
 def proportion_radii(shares: np.ndarray, count: int, confidence: float = 0.95) -> np.ndarray:
@@ -111,9 +102,9 @@ def proportion_radii(shares: np.ndarray, count: int, confidence: float = 0.95) -
     return half_width + np.abs(center - shares)
 
 
-def _upper_limit(rows: np.ndarray, confidence: float, least_rows: int) -> np.ndarray:
+def _upper_limit(rows: np.ndarray, confidence: float) -> np.ndarray:
     count = len(rows)
-    if count < least_rows:
+    if count < LEAST_ROWS:
         return np.full(rows.shape[1:], np.inf)
     mean = rows.mean(axis=0)
     deviations = rows - mean  # [n, ...]

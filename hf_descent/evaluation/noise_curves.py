@@ -16,7 +16,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout, evaluating
 from ..readout.tape import config_flags, switched_off
 from .fingerprints import Fingerprint
-from .intervals import LEAST_BLOCKS, LEAST_ROWS, half_widths
+from .intervals import half_widths
 from .row_sums import MetricRows, no_labels, of_all_processes, rounded
 from .scoring import (
     Evaluation,
@@ -46,7 +46,6 @@ class NoiseCurve(Result):
             out-of-distribution (OOD).
         parts (float64 `[rows, G]`, *optional*): the part of each row of the data in `mean`, which is their mean: the
             source of every confidence interval.
-        least_rows (`int`): with how many rows an interval begins.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
         settings (`dict`): seed, draws, batch size, samples (where the data has a length), sigma, perturbation and a
@@ -59,7 +58,6 @@ class NoiseCurve(Result):
     losses: np.ndarray
     gamma_train: float | None = None
     parts: np.ndarray | None = None
-    least_rows: int = LEAST_ROWS
     scale: float = 1.0
     greater_is_better: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +119,7 @@ class NoiseCurve(Result):
         of the data and the draws of the noise; not a number with too few rows or where the property is `None`."""
         if self.parts is None:
             return float("nan")
-        return half_widths(self.parts_of(name), confidence, self.least_rows)
+        return half_widths(self.parts_of(name), confidence)
 
     def parts_of(self, name: str) -> np.ndarray:
         """The part of each row of the data in the property `name`, whose mean it is, `[rows, ...]`."""
@@ -130,14 +128,6 @@ class NoiseCurve(Result):
         curves = [replace(self, values=unit[:, None], parts=None) for unit in units]
         weights = np.array([getattr(curve, name) for curve in curves], dtype=float)  # [G, ...]
         return self.parts @ weights
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("blocks") is None:
-            return values
-        sums = np.asarray(values["blocks"], dtype=np.float64)[..., :2]  # [blocks, G, draws, 2]
-        parts = metric_of_rows(values["metric"], values["scale"], sums).mean(axis=-1)
-        return {**values, "parts": parts, "least_rows": LEAST_BLOCKS}
 
     def _average(self, low: float, high: float) -> float:
         """Mean of the piecewise linear curve over [low, high]; its value where they coincide."""

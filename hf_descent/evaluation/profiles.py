@@ -18,7 +18,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
 from .certificates import Certificate, certify, plain_reference
 from .fingerprints import Fingerprint
-from .intervals import LEAST_BLOCKS, LEAST_ROWS, half_widths, loss_radii, proportion_radii
+from .intervals import half_widths, loss_radii, proportion_radii
 from .price import Reference, on_same_rows
 from .row_sums import MetricRows, RowSums, no_labels, of_all_processes, rounded
 from .scoring import (
@@ -51,7 +51,6 @@ class LayerProfile(Result):
         facts (`dict`): what a verdict on `problem` says of the training, see [`certify`].
         row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
             the source of the intervals of the loss and of the verdict.
-        least_rows (`int`): with how many rows an interval begins.
         whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
         references (`list`): f_L at earlier times of the run, see [`certify`].
         batch_size (`int`, *optional*): of the batches that `data` tells of.
@@ -69,7 +68,6 @@ class LayerProfile(Result):
     chance: float | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     row_sums: np.ndarray | None = None
-    least_rows: int = LEAST_ROWS
     whole_batches: int = 0
     references: list[Reference | Mapping[str, Any]] = field(default_factory=list)
     batch_size: int | None = None
@@ -91,8 +89,8 @@ class LayerProfile(Result):
         of the profile's. ValueError without a problem."""
         if self.problem is None:
             raise ValueError(
-                "The profile has no constraints to judge: it was measured without `problem`, or the loss at chance is "
-                "not known. Give `problem`."
+                "The profile has no constraints to judge: it was measured without `problem` or by an earlier version, "
+                "or the loss at chance is not known. Measure it again, with `problem`."
             )
 
         known = {"references": self.references, "whole_batches": self.whole_batches}
@@ -104,7 +102,6 @@ class LayerProfile(Result):
             confidence,
             self.gamma,
             chance=self.chance,
-            least_rows=self.least_rows,
             items=self.items,
             **known,
         )
@@ -125,7 +122,7 @@ class LayerProfile(Result):
         if self.problem is not None:
             return self.certificate().descent_share
         depth = len(self.losses)
-        if not self.chance or depth < 2:
+        if not self.chance or depth < 2 or self.row_sums is None:
             return None
         line = DescentProblem("line", self.chance, depth, chance_loss=self.chance)
         return replace(self, problem=line.state_dict()).certificate().descent_share
@@ -136,24 +133,13 @@ class LayerProfile(Result):
         with too few rows."""
         if self.row_sums is None:
             return np.full(self.losses.shape, np.nan)
-        return loss_radii(self.row_sums, least_rows=self.least_rows)
+        return loss_radii(self.row_sums)
 
     @classmethod
     def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("blocks") is None:
-            return values
-        # (metric sum, metric count, loss sum, items) over blocks of batches `[blocks, L, 4]`, which stand for rows.
-        blocks = np.asarray(values["blocks"], dtype=np.float64)
-        parts = metric_of_rows(values["metric"], values["scale"], blocks[..., :2])
-        items = blocks[:, -1:, 3]  # [blocks, 1]
-        upgraded = {
-            "items": round(items.sum()),
-            "value_radii": half_widths(parts, least_rows=LEAST_BLOCKS),
-        }
-        if values.get("row_sums") is None:
-            upgraded["row_sums"] = np.concatenate([blocks[..., 2], items], axis=1)
-            upgraded["least_rows"] = LEAST_BLOCKS
-        return {**values, **upgraded}
+        if values.get("row_sums") is None:  # versions 0.1 and 0.2 kept no rows to judge by
+            return {**values, "problem": None}
+        return values
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""

@@ -53,7 +53,6 @@ def test_too_few_draws_and_skewed_ones_have_no_limit_on_the_side_of_the_tail():
     assert np.isfinite(upper) and lower == -np.inf
     assert np.isinf(confidence_limits(np.arange(29.0))).all()
     assert np.isfinite(confidence_limits(np.arange(30.0))).all()
-    assert np.isfinite(confidence_limits(np.arange(9.0), least_rows=8)).all()
 
 
 def test_equal_draws_have_an_interval_of_no_width():

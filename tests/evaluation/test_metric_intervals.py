@@ -1,7 +1,5 @@
 """Intervals of metrics, made of rows: against closed forms, by how often they hold, whatever the order and batches."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from tiny.models import bert, llama, spread
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hf_descent.evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve, row_sums
+from hf_descent.evaluation import layer_profile, noise_curve, row_sums
 from hf_descent.evaluation.intervals import half_widths
 from hf_descent.evaluation.row_sums import MetricRows
 from hf_descent.evaluation.scoring import metric_of_rows
@@ -195,32 +193,3 @@ def test_more_rows_are_added_up_in_groups(monkeypatch):
     curve = noise_curve(bert(), classification_data(120), [1.0], batch_size=8)
     assert 40 < len(curve.parts) <= 50
     np.testing.assert_allclose(curve.parts.mean(axis=0), curve.mean, rtol=1e-6)
-
-
-def test_results_of_former_versions_have_intervals_of_their_blocks(tmp_path):
-    """They kept (metric sum, metric count, loss sum, items) over blocks of batches."""
-    generator = np.random.default_rng(0)
-    blocks = np.ones((8, 2, 4))
-    blocks[..., 0] = generator.random((8, 2))
-    blocks[..., 2] = generator.uniform(0.5, 0.9, (8, 2))
-    former = {
-        "metric": "accuracy",
-        "losses": [0.7, 0.7],
-        "values": [0.5, 0.5],
-        "blocks": blocks.tolist(),
-        "scale": 1.0,
-    }
-    path = tmp_path / "layer_profile.json"
-    path.write_text(json.dumps(former))
-    profile = LayerProfile.from_json(path)
-    assert profile.items == 8
-    expected = half_widths(blocks[..., 0], least_rows=8)
-    np.testing.assert_allclose(profile.value_radii, expected)
-    np.testing.assert_allclose(profile.loss_radii, half_widths(blocks[..., 2], least_rows=8))
-
-    curve = {
-        "metric": "accuracy", "gammas": [0.0, 1.0], "values": [[0.5], [0.5]], "losses": [[0.7], [0.7]],
-        "blocks": blocks[:, :, None].tolist(), "scale": 1.0, "gamma_train": None,
-    }  # fmt: skip
-    path.write_text(json.dumps(curve))
-    np.testing.assert_allclose(NoiseCurve.from_json(path).radius("mean"), expected)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 import yaml
 
 
-# What `--help` says of the arguments of the descent and of Trainer; it leaves out the others.
+# What `--help` of a command that trains says of its arguments; it leaves out the others.
 SHORT_HELP = {
     "objective": "descent, erm (plain training), deep_supervision, layerskip, ...",
     "descent_alpha": "shape of the descent: line, steps, or the paper's number",
@@ -27,6 +27,8 @@ SHORT_HELP = {
     "eval_gammas": "noise levels to evaluate at",
     "model_name_or_path": "model on the Hub or in a folder",
     "pooling": "what reads a layer: the model's head, or a linear layer on [CLS] or the mean",
+    "architecture": "kind of the denoiser",
+    "num_layers": "number of layers of UT and DUST",
     "use_peft": "train adapters (LoRA)",
     "overwrite_output_dir": "start afresh in a folder that is not empty",
     "with_plain": "train plainly, too, and compare",
@@ -35,6 +37,9 @@ SHORT_HELP = {
     "dtype": "type of the weights",
     "dataset_name": "data set on the Hub",
     "train_file": "csv, tsv, json or parquet file",
+    "train_files": "videos: files, folders of frames, or patterns of them",
+    "test_files": "videos for the report after training",
+    "split_by": "hold out whole videos, or the end of each",
     "validation_file": "rows that choose a checkpoint",
     "test_file": "rows for the verdict after training",
     "text_column": "column of the text",
@@ -54,18 +59,11 @@ SHORT_HELP = {
     "resume_from_checkpoint": "true, or the folder of a checkpoint",
     "report_to": "such as tensorboard",
     "push_to_hub": "upload the model",
+    "n_trials": "number of runs",
+    "search_space": "ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'",
+    "processes": "number of GPUs",
+    "gpu_memory": "memory of each GPU",
 }
-# What `--help` leaves out of the arguments of models and data.
-RARE = {
-    "split_seed", "dataset_config_name", "train_split", "validation_split", "test_split", "text_pair_column",
-    "validation_split_percentage", "max_train_samples", "lora_r", "lora_target_modules", "unrolled_layers",
-    "freeze_embeddings", "lora_alpha", "lora_dropout",
-    "model_revision", "attn_implementation", "lora_target_parameters", "lora_modules_to_save", "lora_task_type",
-    "use_rslora", "use_dora", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
-    "bnb_4bit_quant_storage", "attention_step", "dictionary_size", "shared_dictionary", "sparsity", "coupling",
-    "curvature", "loss_gamma", "noise_draws", "validation_percentage", "split_gap", "num_frames", "frame_size",
-    "patch_size", "cache_dir", "readout",
-}  # fmt: skip
 # Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
@@ -292,15 +290,10 @@ def _arrange(
     is_short = is_training and not shows_all
     for title, dtype in groups.items():
         group = parser.add_argument_group(title)
-        in_short_help = None
-        if dtype is DescentArguments or title == "Trainer":
-            in_short_help = SHORT_HELP.keys()
         for action in _moved(parser, group, dtype):
-            is_hidden = is_short and not _is_common(action.dest, in_short_help)
-            if is_hidden or (action.dest == "max_train_samples" and not is_training):
-                action.help = argparse.SUPPRESS
-            else:
-                _describe(action, is_short)
+            if is_short:
+                action.help = SHORT_HELP.get(action.dest, argparse.SUPPRESS)
+            _describe(action)
 
     for action in parser._actions:
         if action.default is None:
@@ -318,20 +311,14 @@ def _moved(parser: argparse.ArgumentParser, group: Any, dtype: type) -> list[arg
     return moved
 
 
-def _is_common(name: str, names: Collection[str] | None) -> bool:
-    """Whether the short help shows an argument: of some dataclasses only `names`."""
-    return name not in RARE and (names is None or name in names)
-
-
-def _describe(action: argparse.Action, is_short: bool) -> None:
-    """Give a flag one name and, where `is_short`, a single sentence."""
+def _describe(action: argparse.Action) -> None:
+    """Give a flag that the help shows one name."""
+    if action.help == argparse.SUPPRESS:
+        return
     if action.const is False:  # `--no_...`: a flag is turned off by its value
         action.help = argparse.SUPPRESS
         return
     action.option_strings = action.option_strings[:1]
-    if is_short:
-        first_sentence = action.help.split(". ")[0].rstrip(".")
-        action.help = SHORT_HELP.get(action.dest, first_sentence)
     if action.required:
         action.help += " (required)"
     if action.choices is None:

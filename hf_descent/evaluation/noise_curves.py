@@ -78,14 +78,6 @@ class NoiseCurve(Result):
         return self.losses.mean(axis=1)
 
     @property
-    def std(self) -> np.ndarray:
-        """Standard deviation of the metric over draws (n - 1), `[G]`; not a number for a single draw."""
-        if self.values.shape[1] == 1:
-            return np.full(len(self.values), np.nan)
-        shifted = self.values - self.values[:, :1]  # so that it is exactly 0 for equal draws
-        return shifted.std(axis=1, ddof=1)
-
-    @property
     def auc(self) -> float:
         """Area under the mean metric over the levels (trapezoid rule), the paper's summary for classification."""
         return float(np.trapezoid(self.mean, self.gammas))
@@ -158,12 +150,10 @@ class NoiseCurve(Result):
         return numbers
 
     def __str__(self) -> str:
-        table = [["gamma", self.metric, "+- (95 %)", "sd of draws", "loss"]]
+        table = [["gamma", self.metric, "+- (95 %)", "loss"]]
         radius = np.broadcast_to(self.radius("mean"), self.mean.shape)
-        columns = zip(self.gammas, self.mean, radius, self.std, self.mean_losses)
-        for gamma, value, error, spread, loss in columns:
-            numbers = [f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"]
-            table.append([f"{gamma:.4g}", *numbers])
+        for gamma, value, error, loss in zip(self.gammas, self.mean, radius, self.mean_losses):
+            table.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{loss:.5g}"])
 
         text = format_table(table)
         if len(self.gammas) == 1:

@@ -76,6 +76,8 @@ class LayerProfile(Result):
         super().__post_init__()
         if self.facts is None:  # in files of former versions
             self.facts = {}
+        if self.row_sums is None:  # versions 0.1 and 0.2 kept no rows to judge by
+            self.problem = None
         if self.value_radii is None:
             self.value_radii = np.full(self.losses.shape, np.nan)
 
@@ -134,12 +136,6 @@ class LayerProfile(Result):
         if self.row_sums is None:
             return np.full(self.losses.shape, np.nan)
         return loss_radii(self.row_sums)
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if values.get("row_sums") is None:  # versions 0.1 and 0.2 kept no rows to judge by
-            return {**values, "problem": None}
-        return values
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""

@@ -137,18 +137,11 @@ def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _grouped(rows: np.ndarray) -> np.ndarray:
-    """The sums of `GROUPS` groups of rows `[n, ...]`, each of which is in a group that its number draws."""
+    """The sums of `GROUPS` groups of rows `[n, ...]`, drawn at random, alike for all data of as many rows."""
+    drawn = np.random.default_rng(0).integers(GROUPS, size=len(rows))
     groups = np.zeros((GROUPS, *rows.shape[1:]))
-    np.add.at(groups, _drawn_groups(np.arange(len(rows))), rows)
+    np.add.at(groups, drawn, rows)
     return groups
-
-
-def _drawn_groups(numbers: np.ndarray) -> np.ndarray:
-    """For each number one of the groups, drawn by the mixing steps of the generator SplitMix64."""
-    mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (mixed ^ (mixed >> np.uint64(31))) % np.uint64(GROUPS)
 
 
 def rounded(sums: np.ndarray) -> np.ndarray:

@@ -228,13 +228,8 @@ class Result:
     def from_json(cls, path: str):
         """The result that `to_json` wrote, without attributes that only former versions had."""
         names = {attribute.name for attribute in fields(cls)}
-        values = cls.upgraded(read_json(path))
+        values = read_json(path)
         return cls(**{name: value for name, value in values.items() if name in names})
-
-    @classmethod
-    def upgraded(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The attributes in a file, which a former version may have written."""
-        return values
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -226,7 +226,6 @@ def test_an_error_of_the_user_is_one_line_and_a_traceback_only_where_asked_for(d
 HELP_WITHOUT_TORCH = """
 import sys
 from hf_descent import cli
-from hf_descent.commands import plan, tune
 asked = [[], ["--help"], ["--version"]]
 asked += [[name, flag] for name in cli.COMMANDS for flag in ("--help", "-h")]
 for words in asked:

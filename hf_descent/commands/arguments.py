@@ -82,24 +82,12 @@ def refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
-    """What the records of `models` say of arguments that are not `told`; ValueError where two records differ."""
+def recorded(model: str, told: Collection[str]) -> dict[str, Any]:
+    """What the record of `model` says of arguments that are not `told`."""
     left_out = set(told)
     if left_out.intersection(SOURCES):
         left_out.update(SOURCES)
-
-    known: dict[str, Any] = {}
-    for model in models:
-        for name, value in record_of(model).items():
-            if name in left_out:
-                continue
-            if known.setdefault(name, value) != value:
-                raise ValueError(
-                    f"`{name}` was {known[name]!r} in the training of one of {list(models)} and {value!r} in that of "
-                    f"another: say which by `--{name}`."
-                )
-
-    return known
+    return {name: value for name, value in record_of(model).items() if name not in left_out}
 
 
 def record_of(model: str) -> dict[str, Any]:
@@ -145,12 +133,12 @@ def parse_recipe(
     prog: str,
     description: str = "",
     usage: str | None = None,
-    models: Sequence[str] = (),
+    model: str | None = None,
 ) -> tuple:
     """Parses flags into dataclasses, by `transformers.HfArgumentParser`; a YAML file named by `--config` gives
     defaults, and flags win over it. ValueError where the file is no mapping, or a name or kind of value is unknown.
 
-    What neither gives is that of the records of `models`, finished runs. The file may then be the recipe of their
+    What neither gives is that of the record of `model`, a finished run. The file may then be the recipe of its
     training: what else it sets is left out.
     """
     config_parser = _config_parser()
@@ -164,11 +152,11 @@ def parse_recipe(
         hints.update(get_type_hints(dtype))
     values = {}
     if path is not None:
-        recipe = _read_recipe(path, _names(argument_types), prog, leaves_out=bool(models))
+        recipe = _read_recipe(path, _names(argument_types), prog, leaves_out=model is not None)
         values = {name: _as_flag(name, value, hints[name], path) for name, value in recipe.items()}
-    if models:
+    if model is not None:
         told = [*values, *_flags_in(argv)]
-        for name, value in recorded(models, told).items():
+        for name, value in recorded(model, told).items():
             if name in _names(argument_types):
                 values.setdefault(name, value)
 
@@ -330,21 +318,17 @@ def models_of(argv: Sequence[str]) -> list[str]:
     return list(takewhile(lambda word: not word.startswith("-"), argv))
 
 
-def parse_models(
-    argument_types: Sequence[type],
-    argv: Sequence[str],
-    prog: str,
-    description: str,
-    takes_several: bool = False,
+def parse_model(
+    argument_types: Sequence[type], argv: Sequence[str], prog: str, description: str
 ) -> tuple:
-    """Parses `MODEL... [--config RECIPE] [flags]` (see [`parse_recipe`]) into the models and the dataclasses;
-    ValueError where there is no model, or more than one that the command does not take."""
+    """Parses `MODEL [--config RECIPE] [flags]` (see [`parse_recipe`]) into the model and the dataclasses; ValueError
+    where there is not one model."""
     models = models_of(argv)
-    usage = f"{prog} MODEL{'...' if takes_several else ''} [--config RECIPE] [flags]"
-    is_wrong = not models or (len(models) > 1 and not takes_several)
-    if is_wrong and not HELP.intersection(argv):
+    usage = f"{prog} MODEL [--config RECIPE] [flags]"
+    if len(models) != 1 and not HELP.intersection(argv):
         named = ", ".join(models) if models else "missing"
         raise ValueError(f"The model is {named}: `{usage}`.")
 
-    parsed = parse_recipe(argument_types, argv[len(models) :], prog, description, usage, models)
-    return models, *parsed
+    model = models[0] if models else None
+    parsed = parse_recipe(argument_types, argv[len(models) :], prog, description, usage, model)
+    return model, *parsed

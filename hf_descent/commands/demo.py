@@ -17,6 +17,7 @@ from ..constraints.problem import DescentProblem
 from ..data.pans import photo_pans
 from ..evaluation.comparison import Comparison, compare
 from ..evaluation.plots import save_comparison
+from ..evaluation.scoring import format_table
 from ..models import UTConfig, UTForVideoDenoising
 from ..runs import RunFolder
 from ..trainer import DescentTrainer
@@ -73,17 +74,15 @@ def demo(
 
 def layer_table(comparison: Comparison) -> str:
     """The loss of every layer of each arm, and what the numbers mean."""
-    lines = [
-        f"Loss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)"
-    ]
+    rows = []
     for name, runs in comparison.groups.items():
         losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
-        lines.append(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
-    lines.append(
-        "Each number is the loss if the model stopped after that layer. Below 1 the layer removes noise, above 1 it "
-        "makes the clip worse."
+        rows.append([name, *(f"{loss:.2f}" for loss in losses)])
+    return (
+        f"Loss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)\n"
+        f"{format_table(rows)}\nEach number is the loss if the model stopped after that layer. Below 1 the layer "
+        "removes noise, above 1 it makes the clip worse."
     )
-    return "\n".join(lines)
 
 
 def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, dict]:

@@ -1,10 +1,10 @@
-"""`hf-descent evaluate MODEL...`: how good models are under noise and at every layer, on the same held-out rows.
+"""`hf-descent evaluate MODEL`: how good a model is under noise and at every layer, on held-out rows.
 
-The task is read off the models' architecture; the data comes from flags, from a recipe (`--config`) or, as far as
-these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
-the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
-`layer_profile.json` and, of a constrained run, `verdict.json`, both also at noise levels
-(`..._gamma_<level>.json`). A results folder elsewhere also gets the model's `descent_config.json`.
+The task is read off the model's architecture; the data comes from flags, from a recipe (`--config`) or, as far as
+these do not say, from the record of the model's training. All models see the same noise on the same data, so that
+`hf-descent compare` can pair them. Results go into the model's folder: `noise_curve.json` and `layer_profile.json`
+and, of a constrained run, `verdict.json`, both also at noise levels (`..._gamma_<level>.json`). A results folder
+elsewhere also gets the model's `descent_config.json`.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from ..loading import architecture_of, best_device, load_model, load_tokenizer, 
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
 from ..training.references import references_of
-from .arguments import absolute, models_of, parse_models, record_of
+from .arguments import absolute, models_of, parse_model, record_of
 from .closing import next_step
 
 
@@ -65,7 +65,7 @@ class EvaluateArguments:
     )
     results_dir: str | None = HfArg(
         default=None,
-        help="Folder that gets a folder of results for each model. Default: the models' own folders.",
+        help="Folder that gets a folder of the model's name for the results. Default: the model's own folder.",
     )
 
     def __post_init__(self):
@@ -182,43 +182,21 @@ def task_of(model: str) -> tuple[type, Any]:
     )
 
 
-def parse(
-    argv: Sequence[str], prog: str, description: str
-) -> tuple[list[str], EvaluateArguments, Any]:
-    """The models, what is measured, and the data of the first model's task."""
+def parse(argv: Sequence[str], prog: str, description: str) -> tuple[str, EvaluateArguments, Any]:
+    """The model, what is measured, and the data of the model's task."""
     names = models_of(argv)
     data_arguments = task_of(names[0])[0] if names else DataArguments
-    return parse_models(
-        (EvaluateArguments, data_arguments), argv, prog, description, takes_several=True
-    )
+    return parse_model((EvaluateArguments, data_arguments), argv, prog, description)
 
 
-def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
-    """Evaluates the models one after the other; see the module."""
-    kinds = {name: task_of(name) for name in names}
-    if len({data_arguments for data_arguments, _ in kinds.values()}) > 1:
-        raise ValueError(
-            f"The models {names} have different tasks; evaluate them one task at a time."
-        )
-    folders = [_results_folder(name, args.results_dir) for name in names]
-    if len(set(folders)) < len(folders):
-        raise ValueError(
-            f"Models of one name would overwrite each other's results: {folders}; evaluate them apart."
-        )
-
-    for folder in folders:
-        os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
-
-    for name, folder in zip(names, folders):
-        _, task_for = kinds[name]
-        print(name)
-        print(evaluate(task_for(name, data_args), args, name, folder))
-        print(f"Written to {folder}\n")
-
-    if len(folders) > 1:
-        print(next_step(f"compare {' '.join(folders)}", "says whether the models differ"))
-    else:
-        print(next_step(f"card {folders[0]}", "writes the model card"))
+def run(name: str, args: EvaluateArguments, data_args: Any) -> None:
+    """Evaluates the model; see the module."""
+    folder = _results_folder(name, args.results_dir)
+    os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
+    _, task_for = task_of(name)
+    print(evaluate(task_for(name, data_args), args, name, folder))
+    print(f"Written to {folder}\n")
+    print(next_step(f"card {folder}", "writes the model card"))
 
 
 def _results_folder(name: str, results_dir: str | None) -> str:

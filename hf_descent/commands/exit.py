@@ -24,7 +24,7 @@ from ..early_exit import (
 from ..early_exit.layer_sets import spans
 from ..loading import load_tokenizer
 from ..runs import RunFolder, tables
-from .arguments import parse_models
+from .arguments import parse_model
 from .closing import next_step
 from .held_out import (
     HeldOutRows,
@@ -116,16 +116,15 @@ class ExitArguments:
             empty_folder("heal", self.heal)
 
 
-parse = partial(parse_models, (ExitArguments, DataArguments))
+parse = partial(parse_model, (ExitArguments, DataArguments))
 
 
-def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> None:
+def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
     """Prints the tables, and writes them as json into the output folder.
 
     A classifier's threshold is calibrated, and layers are chosen, on the validation rows; all is reported on the test
     rows. The training rows heal.
     """
-    (name,) = models
     folder = results_folder(name, args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
     model = load_whole_model(name)

@@ -25,7 +25,7 @@ from ..data.splits import check_arguments
 from ..files import write_json
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
-from .arguments import parse_models
+from .arguments import parse_model
 from .closing import next_step
 
 
@@ -55,12 +55,11 @@ class GenerateArguments:
         check_arguments(self, limits)
 
 
-parse = partial(parse_models, [GenerateArguments])
+parse = partial(parse_model, [GenerateArguments])
 
 
-def run(models: list[str], args: GenerateArguments) -> None:
+def run(name: str, args: GenerateArguments) -> None:
     """Answers every instruction."""
-    (name,) = models
     if os.path.exists(args.output):
         raise ValueError(
             f"`output` {args.output!r} exists already; name another file, or remove it."

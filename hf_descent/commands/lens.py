@@ -1,6 +1,5 @@
 """`hf-descent lens MODEL --data FILE`: what every layer of any model knows; the model is not trained."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,11 @@ from ..data.text import DataArguments
 from ..early_exit.tuned_lens import fit_lens
 from ..evaluation.lens import Lens, lens
 from ..evaluation.plots import plot_lens, save_figure
+from ..evaluation.scoring import markdown_table
 from ..files import atomic_write
 from ..loading import load_tokenizer
 from ..runs import RunFolder
-from .arguments import SOURCES, parse_models
+from .arguments import SOURCES, parse_model
 from .closing import next_step
 from .held_out import (
     HeldOutRows,
@@ -85,12 +85,11 @@ class LensArguments:
         check_arguments(self, {"batch_size": 1})
 
 
-parse = partial(parse_models, (LensArguments, DataArguments))
+parse = partial(parse_model, (LensArguments, DataArguments))
 
 
-def run(models: list[str], args: LensArguments, data_args: DataArguments) -> None:
+def run(name: str, args: LensArguments, data_args: DataArguments) -> None:
     """Prints the table, and writes it as json and as a page with a figure into the output folder."""
-    (name,) = models
     folder = results_folder(name, args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
     model = load_whole_model(name)
@@ -175,9 +174,3 @@ def page(measured: Lens, model: str) -> str:
     if measured.fitted_losses is not None:
         text += FITTED
     return text
-
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, titles first."""
-    titles, *others = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([titles, "|---" * len(rows[0]) + "|", *others])

@@ -21,6 +21,7 @@ from transformers.hf_argparser import HfArg
 from transformers.utils import CONFIG_NAME
 
 from ..data.splits import check_arguments
+from ..evaluation.scoring import markdown_table
 from ..planning.meter import PARTS
 from ..planning.model import StepCost
 from ..planning.recipe import PlannedRecipe, Shape
@@ -176,18 +177,15 @@ def _check_planned(model_args: Any, args: Any) -> None:
 
 def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
     """The costs in Markdown, a row each."""
-    lines = [
-        f"| | {' | '.join(PARTS)} | peak | operations: model | readout | fits |",
-        "|---" * (len(PARTS) + 5) + "|",
-    ]
+    rows = [["", *PARTS, "peak", "operations: model", "readout", "fits"]]
     for name, cost in costs.items():
         sizes = [cost.memory[part] for part in PARTS]
         sizes.append(cost.memory.total())
         cells = [f"{size / 2**30:.1f}" for size in sizes]
         cells += [f"{cost.operations[part] / 1e12:.3g}" for part in PARTS[3:]]
         cells.append("yes" if _fits(cost, gpu_memory) else "no")
-        lines.append(f"| {' | '.join([name, *cells])} |")
-    return "\n".join(lines)
+        rows.append([name, *cells])
+    return markdown_table(rows)
 
 
 def _fits(cost: StepCost, gpu_memory: str) -> bool:

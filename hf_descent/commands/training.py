@@ -10,7 +10,7 @@ from datasets import Dataset, DatasetDict
 from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
-from ..evaluation.scoring import Result
+from ..evaluation.scoring import Result, format_table
 from ..evaluation.side_by_side import side_by_side
 from ..files import find_json, write_json
 from ..loading import ADAPTER
@@ -170,15 +170,15 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     """
     args = trainer.args
     with assigned([(args, "dataloader_drop_last")], False):  # it would drop evaluated rows, too
-        scores = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
+        scores = [["", "accuracy", "loss"]]
         for split, prefix in {"validation": "eval", "test": "test"}.items():
             if split not in dataset:
                 continue
             # From here on `metrics` and `measured` are of the last one: of the test rows where there are any.
             metrics = _metrics(trainer, dataset[split], prefix)
             measured = (split, prefix)
-            score = metrics[f"{prefix}_{accuracy}"]
-            scores.append(f"{split:10} {score:10.4f} {metrics[f'{prefix}_loss']:10.4f}")
+            numbers = [metrics[f"{prefix}_{name}"] for name in (accuracy, "loss")]
+            scores.append([split, *(f"{number:.4f}" for number in numbers)])
 
         split, prefix = measured
         # Last without noise: metrics and card have that one.
@@ -192,7 +192,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     trainer.save_metrics(prefix, metrics)
     if trainer.is_world_process_zero():
         RunFolder(args.output_dir).write(results)
-        parts = ["\n".join(scores), f"Of the {split} rows:", tables(results)]
+        parts = [format_table(scores), f"Of the {split} rows:", tables(results)]
         print("\n\n".join(parts), end="\n\n")
 
     return closing_lines(args.output_dir, profiles[-1], after_training(args.output_dir))

@@ -19,6 +19,7 @@ from transformers.hf_argparser import HfArg
 
 from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
+from ..evaluation.scoring import format_table
 from ..files import write_json
 from ..runs import training_arguments
 from ..training.search import hp_space, ranges_for
@@ -183,17 +184,13 @@ def _search(
 
 
 def table(trials: Sequence[Mapping[str, Any]], gamma: float) -> str:
-    """The trials, best first, as lines of columns, the best last."""
-    lines = [f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings"]
+    """The trials, best first, as a table, the best last."""
+    rows = [["trial", f"at {gamma:g}", "clean", "feasible", *trials[0]["settings"]]]
     for trial in reversed(trials):
-        settings = []
-        for name, value in trial["settings"].items():
-            settings.append(f"{name} {value:.3g}" if type(value) is float else f"{name} {value}")
-        lines.append(
-            f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  "
-            f"{', '.join(settings)}"
-        )
-    return "\n".join(lines)
+        numbers = [trial["value"], trial["clean"], trial["feasible"], *trial["settings"].values()]
+        cells = [f"{number:.4g}" if type(number) is float else str(number) for number in numbers]
+        rows.append([str(trial["trial"]), *cells])
+    return format_table(rows)
 
 
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:

@@ -240,6 +240,12 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns))
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a table in Markdown, titles first."""
+    titles, *others = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([titles, "|---" * len(rows[0]) + "|", *others])
+
+
 def _aligned(cells: Sequence[str], align: Callable[[str, int], str]) -> list[str]:
     width = max(map(len, cells))
     return [align(cell, width) for cell in cells]

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from ..configs import DescentArguments, DualSettings
 from ..constraints.objectives import objective_class
 from ..evaluation.noise_curves import SUMMARIES
+from ..evaluation.scoring import markdown_table
 
 
 TAGS = ["hf_descent", "descent"]
@@ -281,8 +282,7 @@ def _table(columns: Mapping[str, Iterable[Any]]) -> str:
     rows = list(zip(*columns.values()))
     if not rows:
         return ""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+    return markdown_table([list(map(_cell, line)) for line in (columns, *rows)])
 
 
 def _cell(value: Any) -> str:

@@ -60,7 +60,8 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
         "--confidence",
         "0.9",
     ]
-    cli.main(["evaluate", *names, "--config", str(workplace / "recipe.yaml"), *flags])
+    for name in names:
+        cli.main(["evaluate", name, "--config", str(workplace / "recipe.yaml"), *flags])
     printed = capsys.readouterr().out
     curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
     tokenizer = AutoTokenizer.from_pretrained(names[1])
@@ -272,18 +273,10 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
     with pytest.raises(ValueError, match="is a BertModel; give architectures that end in"):
         cli.main(["evaluate", str(tmp_path / "encoder")])
     run = str(workplace / "run-0")
-    with pytest.raises(ValueError, match="overwrite each other"):
-        cli.main(
-            [
-                "evaluate",
-                run,
-                f"{run}/",
-                "--config",
-                str(workplace / "recipe.yaml"),
-                "--results_dir",
-                "results",
-            ]
-        )
+    with pytest.raises(
+        ValueError, match="The model is .*run-0, .*run-0: `hf-descent evaluate MODE"
+    ):
+        cli.main(["evaluate", run, run])
 
 
 def test_plain_training_is_judged_by_what_its_arguments_state(workplace, tmp_path):

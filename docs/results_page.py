@@ -486,7 +486,7 @@ def gpu_steps() -> str:
 
 def launches() -> str:
     header = ["model", "plain step", "our step", "ratio", "asked for"]
-    header += ["plain batch of an evaluation", "ours", "ratio"]
+    header += ["plain batch of evaluation", "ours", "ratio"]
     rows = []
     for case in json.loads((RESULTS / "launches.json").read_text())["cases"].values():
         cells = [case["title"]]
@@ -500,8 +500,14 @@ def launches() -> str:
 
 def launch_times() -> str:
     cases = json.loads((RESULTS / "launches.json").read_text())["cases"].values()
-    rows = [[case["title"], *(f"{value:.2f}" for value in _middle_first(case))] for case in cases]
-    return markdown(["model", "time, plain = 1", "lower quartile", "upper quartile"], rows)
+    header = ["model", "time, plain = 1", "lower quartile", "upper quartile", "asked for"]
+    rows = []
+    for case in cases:
+        asked = ""
+        if case["asked_time"] is not None:
+            asked = f"{case['asked_time']:.2f}"
+        rows.append([case["title"], *(f"{value:.2f}" for value in _middle_first(case)), asked])
+    return markdown(header, rows)
 
 
 def _middle_first(case: dict) -> tuple[float, float, float]:
@@ -533,14 +539,15 @@ def operators() -> str:
 
 
 def evaluations() -> str:
+    """The last measurement of each case."""
+    last = {row["case"]: row for row in rows_of("evaluation times")}
     columns = {
         "case": "evaluation",
         "ratio": "time, plain evaluation = 1",
         "lower quartile": "lower quartile",
         "upper quartile": "upper quartile",
-        "commit": "commit",
     }
-    return table_of("evaluation times", columns)
+    return table_of("evaluation times", columns, where=lambda row: row == last[row["case"]])
 
 
 def compiled() -> str:

@@ -10,7 +10,10 @@ from tiny.training import config, trained
 from torch import nn
 from transformers import set_seed
 
+from hf_descent import DescentObjective, layer_losses
+from hf_descent.configs import DescentArguments
 from hf_descent.readout import batched
+from hf_descent.readout.head import HeadReadout
 from hf_descent.readout.replay import Readout, output_logits
 
 
@@ -303,3 +306,71 @@ def test_twenty_steps_equal_those_read_one_by_one(kind, tmp_path, runs, monkeypa
         atol=10 * tolerance,
     )
     assert torch.equal(draw, other_draw)
+
+
+def labelled(model, batch):
+    """The batch with labels of the model's kind, two of which differ."""
+    name = type(model).__name__
+    if "QuestionAnswering" in name:
+        return batch | {
+            "start_positions": torch.tensor([1, 2]),
+            "end_positions": torch.tensor([3, 5]),
+        }
+    if "ConditionalGeneration" in name:
+        return batch | {"labels": batch["decoder_input_ids"]}
+    if "LM" in name:
+        return batch | {"labels": batch["input_ids"]}
+    if "TokenClassification" in name:
+        return batch | {"labels": batch["input_ids"] % 2}
+    return batch | {"labels": torch.tensor([0, 1])}
+
+
+def steps_of(name, count=20):
+    """The layer losses and gradients after so many steps of a custom loop, and the multipliers."""
+    fields = MODELS[name]
+    model = build(name, fields | {"layerdrop": 0.0} if fields == AUDIO else fields)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # before a head that is read in tiles, masks are others
+    batch = labelled(model, batch_for(model))
+    args = DescentArguments(
+        initial_loss_bound=10.0,
+        loss_targets={1: 0.1, 2: 0.1},
+        dual_warmup_steps=0,
+        dual_optim="sgd",
+        dual_learning_rate=0.01,
+    )
+    objective = DescentObjective(model, [batch], args, max_steps=count + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    set_seed(3)
+    model.train()
+    for _ in range(count):
+        objective(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.step()
+
+    objective(model, batch).backward()
+    gradients = {path: weight.grad for path, weight in model.named_parameters()}
+    model.eval()
+    return torch.as_tensor(layer_losses(model, batch)), objective.multipliers.values, gradients
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.slow) for name in MODELS],
+)
+def test_twenty_steps_of_each_architecture_equal_those_of_a_loop(name, monkeypatch):
+    """By one run of the tail or in tiles, against one replay for each layer."""
+
+    def refuse(*args, **kwargs):
+        raise ValueError("layers are to be read one by one")
+
+    found = steps_of(name)
+    monkeypatch.setattr(Readout, "check_batching", lambda *_: None)
+    monkeypatch.setattr(HeadReadout, "probe", refuse)
+    expected = steps_of(name)
+
+    assert expected[1].all()
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -31,6 +31,7 @@ from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
 from .losses.chance import chance_of
 from .models import give_linear_readout
+from .readout.pooling import reads_one_token
 from .readout.replay import probing
 from .readout.stack import unwrapped
 from .runs import RunFolder
@@ -444,6 +445,7 @@ class DescentMixin:
             prefix,
             run.evaluation.overlaps_training,
             run.evaluation.plain,
+            self._reads_one_token,
         )
 
         if kind is RunKind.JUDGED:
@@ -456,6 +458,10 @@ class DescentMixin:
         if self.is_world_process_zero() and not self.is_in_train:
             data = "evaluation" if prefix == "eval" else prefix
             logger.info(f"Verdict on the {data} data:\n{certificate}")
+
+    @property
+    def _reads_one_token(self) -> bool:
+        return self._readout is None and reads_one_token(unwrapped(self.model))
 
     def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
         """By the time, what this process has read of the last layer on an evaluation set."""
@@ -598,6 +604,7 @@ class DescentMixin:
         run = self._run
         overlaps_training = self._overlaps_training(rows)
         profile.facts = evaluation.facts_of(run.judge, profile.problem, overlaps_training)
+        profile.facts["reads_one_token"] = self._reads_one_token
         plain = plain_profile_beside(self, profile, rows, run.has_started, self._readout)
         if plain is not None:
             profile.keep_plain(plain)

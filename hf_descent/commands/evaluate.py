@@ -39,6 +39,7 @@ from ..evaluation.intervals import check_confidence
 from ..evaluation.side_by_side import plain_profile
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
+from ..readout.pooling import reads_one_token
 from ..runs import RunFolder, tables
 from ..training.references import references_of
 from .arguments import absolute, models_of, parse_model, record_of
@@ -307,6 +308,7 @@ def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> d
         "warmup_share": share,
         "multipliers": summary.get("multipliers"),
         "also_selected": task.also_selected,
+        "reads_one_token": reads_one_token(task.model),
         "max_last_layer_rise": summary.get("arguments", {}).get("max_last_layer_rise"),
         "has_price": objective is None or not objective_class(objective).is_plain,
     }

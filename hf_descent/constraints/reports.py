@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,9 +116,10 @@ class DualReports:
 
     # ---- the closing report ----
 
-    def report(self, ascent: DualAscent) -> dict[str, float]:
+    def report(self, ascent: DualAscent, advice_at_chance: str = "") -> dict[str, float]:
         """Log what the constraints asked and what training reached in the last tenth of the run, as far as they were
-        active there; returns the largest violation as a metric.
+        active there; returns the largest violation as a metric. `advice_at_chance` is for constrained layers that
+        stayed at chance though the last one has learned.
 
         These means are no certificate: the model, or the multipliers, were fitted to this data.
         """
@@ -138,17 +140,19 @@ class DualReports:
         table = self._table(ascent, losses, has_learned)
 
         if problem.feasible(losses) and has_learned:
-            logger.info(f"{steps} every constraint is within its tolerance:\n{table}")
+            logger.info(f"{steps} every constraint is within its tolerance.\n{table}")
         elif dual.objective.moves_multipliers and has_learned:
+            advice = f"Ask for less ({self._ways_to_ask_less()}), or train longer."
+            if any(losses[row.layer - 1] >= at_chance for row in problem.rows):
+                advice = f"Constrained layers are at chance. {advice_at_chance or advice}"
             logger.warning(
-                f"{steps} NOT every constraint is within its tolerance:\n{table}\n"
-                f"Ask for less ({self._ways_to_ask_less()}), or train longer."
+                f"{steps} NOT every constraint is within its tolerance.\n{table}\n{advice}"
             )
         elif dual.objective.moves_multipliers:
             advice = "Train longer, or raise `learning_rate`."
             if losses[-1] < at_chance:
                 advice = "These steps are too few to tell."
-            logger.warning(f"{steps} f_L is not clearly below chance:\n{table}\n{advice}")
+            logger.warning(f"{steps} f_L is not clearly below chance.\n{table}\n{advice}")
         return {"train_max_violation": problem.max_violation(losses).item()}
 
     def _table(self, ascent: DualAscent, losses: torch.Tensor, has_learned: bool) -> str:
@@ -157,7 +161,8 @@ class DualReports:
         multipliers = ascent.multipliers.values.tolist()
         asked, tolerances = problem.bounds(losses)
 
-        lines = ["constraint: asked, reached, tolerance, multiplier"]
+        titles = ("constraint", "asked", "reached", "tolerance", "multiplier")
+        lines = [_line(titles)]
         for row in problem.rows:
             numbers = (
                 asked[row.index].item(),
@@ -165,7 +170,10 @@ class DualReports:
                 tolerances[row.index].item(),
                 multipliers[row.index],
             )
-            lines.append(f"{row.name}: {', '.join(f'{number:.4g}' for number in numbers)}")
+            lines.append(_line([row.name, *(f"{number:.4g}" for number in numbers)]))
+
+        if self._dual.args.layer_rows is None:  # the share is of the layers from guessing to f_L
+            return "\n".join(lines)
 
         share = problem.descent_share(losses) if has_learned else None
         if share is not None:
@@ -212,6 +220,12 @@ class DualReports:
             logger.error(
                 f"The loss of layer {layer} was not finite; such steps do not move the multipliers."
             )
+
+
+def _line(cells: Sequence[str]) -> str:
+    """A line of a table of columns of one width."""
+    first, *others = cells
+    return f"{first:12}" + "".join(f"{cell:>12}" for cell in others)
 
 
 def _numbered(name: str, values: np.ndarray) -> dict[str, float]:

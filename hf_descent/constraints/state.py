@@ -259,9 +259,9 @@ class DualState:
         """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
         return self._reports.logs(self.settled(), step)
 
-    def report(self) -> dict[str, float]:
+    def report(self, advice_at_chance: str = "") -> dict[str, float]:
         """Log what the constraints asked and what training reached at the end of a run; see [`DualReports.report`]."""
-        return self._reports.report(self.settled())
+        return self._reports.report(self.settled(), advice_at_chance)
 
     def is_first_report(self, subject: str) -> bool:
         """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""

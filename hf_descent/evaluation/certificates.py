@@ -161,11 +161,14 @@ class Certificate(Result):
             summary += f" over {self.items} items"
         if self.examples not in (None, self.items):
             summary += f" of {self.examples} examples"
-        if self.descent_share is not None:
+        asks_for_descent = any(name.isdigit() for name in self.rows)  # not of targets alone
+        if asks_for_descent and self.descent_share is not None:
             summary += f", descent share {self.descent_share:.2f}"
-        if self.warmup_share is not None:
+        if asks_for_descent and self.warmup_share is not None:
             summary += f" (descent share in training, after warm-up, {self.warmup_share:.2f})"
-        if self.largest_rise is not None:
+        if self.largest_rise is not None and self.largest_rise <= 0:
+            summary += ", each layer is better than the one before"
+        elif self.largest_rise is not None:
             summary += f", largest rise from layer to layer {percent(self.largest_rise)}"
         return summary
 
@@ -182,6 +185,7 @@ def certify(
     max_last_layer_rise: float | None = None,
     plain: Any = None,
     has_price: bool = True,
+    reads_one_token: bool = False,
     **facts: Any,
 ) -> Certificate:
     """The verdict on a problem from held-out data; ValueError where `confidence` is no level.
@@ -201,6 +205,8 @@ def certify(
         plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data. Only a profile can
             show that f_L is above it by more than `max_last_layer_rise`; the headline then says so.
         has_price (`bool`): whether to say the price; plain training has none.
+        reads_one_token (`bool`): whether the head reads a single token, as [CLS]. The reason for a layer at chance
+            then names `readout="mean"`.
     """
     price = None
     if has_price:
@@ -208,6 +214,7 @@ def certify(
         price = price_of(rows, references, max_last_layer_rise, plain_run)
 
     judged = _Judged.of(_on_cpu(problem, chance), rows, confidence, chance, price)
+    judged.reads_one_token = reads_one_token
     problem = judged.problem
     losses = torch.from_numpy(judged.losses)  # [L]
     asked, _ = judged.bounds
@@ -284,6 +291,7 @@ class _Judged:
     examples: int
     chance: float | None
     price: Price | None
+    reads_one_token: bool = False
 
     @classmethod
     def of(
@@ -373,11 +381,11 @@ class _Judged:
         return why
 
     def _why_not_met(self, place: int) -> str:
+        if self.values[len(self.problem.rows) + place] >= 0:
+            return f"layer {self.problem.rows[place].layer} is at chance ({self._chance}){self._remedy}"
         if self.lower[place] > 0:
             return f"missed by {self.values[place]:.2g}"
-        if self._is_too_dear:
-            return self.price.reason
-        return f"layer {self.problem.rows[place].layer} is at chance ({self._chance})"
+        return self.price.reason
 
     def _why_no_verdict(self) -> str | None:
         """What keeps every row from being met."""
@@ -405,7 +413,7 @@ class _Judged:
         if self.upper[-1] >= 0:
             return f"the last layer may be at chance ({self._chance})"
         if self.upper[layer_place] >= 0:
-            return f"layer {row.layer} may be at chance ({self._chance})"
+            return f"layer {row.layer} may be at chance ({self._chance}){self._remedy}"
         if self.values[place] > 0:
             return "missed, by less than the interval"
 
@@ -421,4 +429,10 @@ class _Judged:
 
     @property
     def _chance(self) -> str:
-        return f"{AT_CHANCE * self.problem.chance:.4g}"
+        return f"limit {AT_CHANCE * self.problem.chance:.4g}"
+
+    @property
+    def _remedy(self) -> str:
+        """What helps a layer at chance where the last one has learned."""
+        has_remedy = self.reads_one_token and self.upper[-1] < 0
+        return '; try `readout="mean"`' if has_remedy else ""

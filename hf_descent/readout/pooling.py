@@ -9,6 +9,11 @@ from .stack import inner_model
 
 
 POOLINGS = ("mean", "cls")
+# What to say where layers stay at chance under a head that `reads_one_token`.
+ONE_TOKEN = (
+    "The head reads one token, such as [CLS], which early layers hardly use: "
+    '`readout="mean"` reads the mean of the tokens.'
+)
 
 
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -17,6 +22,17 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str
         return hidden[:, 0]
     mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden)
     return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def reads_one_token(model: nn.Module) -> bool:
+    """Whether `model` is a classifier of texts whose head reads one token ([CLS], or the last one)."""
+    model = inner_model(model)
+    config = getattr(model, "config", None)
+    reads_mean = "mean" in (
+        getattr(config, "pooling", None),
+        getattr(config, "classifier_pooling", None),
+    )
+    return type(model).__name__.endswith("SequenceClassification") and not reads_mean
 
 
 def pooled_readout(model: nn.Module, pooling: str) -> Callable:

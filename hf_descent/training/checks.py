@@ -13,6 +13,7 @@ from ..configs import DescentArguments
 from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
 from ..constraints.state import DualState
 from ..logs import get_logger
+from ..readout.pooling import ONE_TOKEN, reads_one_token
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
 from .evaluation_sets import evaluation_sets, set_of_metric
@@ -207,10 +208,7 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
     of the warm-up, or a tenth of the run, on. `steps` have been trained."""
     if dual.problem is None or steps < max(dual.active_from, dual.max_steps // 10):
         return
-    model = inner_model(readout.model)
-    if readout.readout is not None or not type(model).__name__.endswith("SequenceClassification"):
-        return
-    if getattr(model.config, "pooling", None) == "mean":
+    if readout.readout is not None or not reads_one_token(readout.model):
         return
 
     mean_losses = dual.settled().averages.means
@@ -218,8 +216,7 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
 
     if any(at_chance) and not at_chance[-1] and dual.is_first_report("layers at chance"):
         logger.info(
-            f"After {steps} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
-            'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
+            f"After {steps} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. {ONE_TOKEN}"
         )
 
 

@@ -121,9 +121,11 @@ def layer_metrics(
     prefix: str,
     also_selected: bool = False,
     plain: LayerProfile | None = None,
+    reads_one_token: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:
     """The metrics of an evaluation that read the layers, and its certificate, where the problem is known. `labels` are
-    statistics of the labels of this process's batches, `plain` is the profile of plain training on the same rows."""
+    statistics of the labels of this process's batches, `plain` is the profile of plain training on the same rows,
+    `reads_one_token` is as for [`certify`]."""
     sums = rows.sums
     if not len(sums):
         return {}, None
@@ -146,6 +148,7 @@ def layer_metrics(
             whole_batches=rows.whole_batches,
             references=rows.references,
             plain=plain,
+            reads_one_token=reads_one_token,
             **facts_of(dual, dual.problem.state_dict(), also_selected),
         )
         metrics["max_violation"] = certificate.max_violation

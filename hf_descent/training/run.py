@@ -13,6 +13,7 @@ from ..evaluation import Certificate
 from ..losses.layerwise import BatchLosses, LayerLosses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import EmbeddingNoise
+from ..readout.pooling import ONE_TOKEN, reads_one_token
 from ..readout.replay import Readout, probing
 from ..readout.stack import unwrapped
 from .checks import for_verdicts, report_layers_at_chance
@@ -261,4 +262,7 @@ class DescentRun:
         report_layers_at_chance(self.readout, self.dual, step)
         if "loss" in logs:
             return self.dual.logs(step)
-        return self.dual.report()
+        advice = ""
+        if self.readout.readout is None and reads_one_token(self.readout.model):
+            advice = ONE_TOKEN
+        return self.dual.report(advice)

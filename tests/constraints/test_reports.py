@@ -272,10 +272,7 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(
     trainer = DescentTrainer(model, args, train_dataset=rows, eval_dataset=rows)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert (
-        "constraint: asked, reached" in caplog.text
-        and "batches f_L is not clearly below chance:" in caplog.text
-    )
+    assert "batches f_L is not clearly below chance.\nconstraint   " in caplog.text
     assert "descent share" not in caplog.text
     trainer.evaluate()
     trainer.create_model_card()

@@ -228,17 +228,32 @@ def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
         assert f"On the last {len(steps)} {data} {told}" in caplog.text
         advice = caplog.records[-1].message.splitlines()[-1]
         assert (advice == "These steps are too few to tell.") == is_too_few
-        assert f"bound_2: 0.5, {reached:.4g}, 0," in caplog.text
+        assert f"bound_2              0.5{reached:>12.4g}           0" in caplog.text
         resumed = DualState(args, 3, 400, 0, held_out=Rows() if held_out else None)
         resumed.load_state_dict(*state.state_dict())
         assert resumed.report() == state.report()
+
+
+def test_the_advice_is_about_layers_at_chance_before_it_is_about_targets(tmp_path, caplog):
+    args = config(tmp_path, descent_alpha=None, exit_targets={2: 0.1}, dual_warmup_steps=0)
+    state = DualState(args, 3, 100, 0, chance=1.0)
+    for step in range(100):
+        dual_step(state, torch.tensor([1.0, 1.0, 0.3]), step)
+
+    state.report("Read all tokens.")
+    message = caplog.records[-1].message
+    assert message.endswith("Constrained layers are at chance. Read all tokens.")
+    assert "descent share" not in message  # nothing was asked of it
+
+    state.report()
+    assert "Constrained layers are at chance. Ask for less" in caplog.records[-1].message
 
 
 def test_a_run_whose_constraints_never_act_has_no_closing_report(tmp_path, caplog):
     state = DualState(config(tmp_path, dual_warmup_steps=50), 3, 20, 0)
     for step in range(20):
         dual_step(state, torch.ones(3), step)
-    assert state.report() == {} and "constraint: asked" not in caplog.text
+    assert state.report() == {} and "constraint  " not in caplog.text
 
 
 def test_a_multiplier_of_zero_is_not_said_to_rise(tmp_path, caplog):

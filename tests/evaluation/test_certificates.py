@@ -119,10 +119,10 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     ("mean", "settings", "reason"),
     [
         ([0.7, 0.5], {}, "missed by 0.2"),
-        ([1.0, 0.5], {"bound": 2.0}, "layer 1 is at chance (0.98)"),
-        ([0.98, 0.5], {"bound": 2.0}, "layer 1 may be at chance (0.98)"),
-        ([0.4, 0.99], {}, "the last layer is at chance (0.98)"),
-        ([0.4, 0.979], {}, "the last layer may be at chance (0.98)"),
+        ([1.0, 0.5], {"bound": 2.0}, "layer 1 is at chance (limit 0.98)"),
+        ([0.98, 0.5], {"bound": 2.0}, "layer 1 may be at chance (limit 0.98)"),
+        ([0.4, 0.99], {}, "the last layer is at chance (limit 0.98)"),
+        ([0.4, 0.979], {}, "the last layer may be at chance (limit 0.98)"),
         ([0.499, 0.4], {}, "interval too wide; some "),
         ([0.501, 0.4], {}, "missed, by less than the interval"),
         ([0.4, 0.3], {"chance": None}, "the loss at chance is not known"),
@@ -141,6 +141,30 @@ def test_every_row_that_is_not_met_says_why(mean, settings, reason):
     assert verdict.verdicts != ["met"] and verdict.reasons[0].startswith(reason)
     assert reason in str(verdict).splitlines()[2]
     assert not verdict.feasible
+
+
+def test_a_layer_at_chance_that_misses_its_target_is_said_to_be_at_chance():
+    noise = 0.02 * np.random.default_rng(3).normal(size=(400, 2))
+    losses = np.array([1.0, 0.4]) + noise - noise.mean(0)
+    problem = DescentProblem(None, 1.0, 2, loss_targets={1: 0.5})
+    assert judged(problem, losses).reasons == ["layer 1 is at chance (limit 0.98)"]
+
+    with_cls = judged(problem, losses, reads_one_token=True)
+    assert with_cls.verdicts == ["not met"]
+    assert with_cls.reasons == ['layer 1 is at chance (limit 0.98); try `readout="mean"`']
+    untrained = judged(problem, losses + np.array([0, 0.6]), reads_one_token=True)
+    assert "readout" not in untrained.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [(0.4, "each layer is better than the one before"), (0.6, "layer to layer +20.0 %")],
+)
+def test_a_profile_that_falls_has_no_rise(last, expected):
+    noise = 0.02 * np.random.default_rng(3).normal(size=(400, 2))
+    losses = np.array([0.5, last]) + noise - noise.mean(0)
+    summary = str(judged(DescentProblem(None, 1.0, 2, loss_targets={1: 0.7}), losses))
+    assert expected in summary and "descent share" not in summary
 
 
 def test_the_reason_says_how_many_examples_would_do():

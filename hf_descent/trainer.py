@@ -44,6 +44,7 @@ from .training.plain_arm import train_both
 from .training.records import Evaluation, RunRecord, StepTotals, items_of_step
 from .training.run import DescentRun
 from .training.run_kind import RunKind
+from .training.run_summary import run_summary, saved_summary
 from .training.search import default_objective, space_for
 
 
@@ -364,8 +365,7 @@ class DescentMixin:
         # Trainer evaluates several sets by a call of this method for each, inside the call for all of them.
         is_one_of_several = self._run.evaluation.is_of_several
         plain = self._plain_profile_on(eval_dataset)
-        evaluation = self._evaluation_of(eval_dataset, is_one_of_several, plain)
-        with self._run.evaluating(evaluation):
+        with self._run.evaluating(self._evaluation_of(eval_dataset, is_one_of_several, plain)):
             return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset, *args, **kwargs):
@@ -521,15 +521,17 @@ class DescentMixin:
         else:
             prediction = predict()
 
+        was_measured = self._run.totals.batches > before.batches
+        if was_measured and own_rows is None:
+            return prediction
+
         # A batch whose rows are repeated in part is measured again, on its own rows alone; so is one for which
         # Seq2SeqTrainer has called the model by itself, without this class's loss, since it generates.
-        was_measured = self._run.totals.batches > before.batches
-        if own_rows is not None or not was_measured:
-            inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
+        inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
+        self._run.take_back(before)
+        self._evaluate_batch(model, inputs)
+        if own_rows == 0:
             self._run.take_back(before)
-            self._evaluate_batch(model, inputs)
-            if own_rows == 0:
-                self._run.take_back(before)
         return prediction
 
     def _evaluate_batch(self, model, inputs) -> torch.Tensor:
@@ -717,10 +719,10 @@ class DescentMixin:
     def _run_summary(self) -> dict[str, Any]:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
         if not self._run.has_started:
-            saved = checkpoints.saved_summary(self.model, self.args.output_dir)
+            saved = saved_summary(self.model, self.args.output_dir)
             if saved:
                 return saved
-        return checkpoints.run_summary(self, self._run, self.command, self._readout)
+        return run_summary(self, self._run, self.command, self._readout)
 
     def log(self, logs, start_time=None):
         logs.update(self._run.additions_to(logs, self.state.global_step))

@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .compat import CheckpointingArguments
-from .constraints.multipliers import OPTIMS, RESILIENCE_FORMS, check_choice
-from .constraints.objectives import OBJECTIVES, Objective, objective_class
-from .constraints.problem import (
+from .constraints.arguments import (
     LARGEST,
-    PATHS,
     SMALLEST,
     as_python,
     check_alpha,
@@ -27,6 +24,9 @@ from .constraints.problem import (
     check_initial_loss_bound,
     check_targets,
 )
+from .constraints.multipliers import OPTIMS, RESILIENCE_FORMS, check_choice
+from .constraints.objectives import OBJECTIVES, Objective, objective_class
+from .constraints.problem import PATHS
 
 
 # What takes a Python value or its JSON text: for type checkers anything, for command lines text.

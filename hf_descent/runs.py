@@ -15,7 +15,7 @@ from transformers.utils import logging
 import hf_descent
 
 from .configs import DescentArguments
-from .constraints.problem import as_python
+from .constraints.arguments import as_python
 from .files import find_json, read_json, write_json
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, set_seed
 from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig
-from ..constraints.problem import SMALLEST
+from ..constraints.arguments import SMALLEST
 from ..data.denoising import DenoisingTask, ImageTask, PatchTask
 from ..data.splits import check_arguments
 from ..data.video import VideoArguments, load_clips

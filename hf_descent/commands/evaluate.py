@@ -20,8 +20,9 @@ from transformers.hf_argparser import HfArg
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ..configs import DescentArguments, upper_level
+from ..constraints.arguments import LARGEST
 from ..constraints.objectives import objective_class
-from ..constraints.problem import LARGEST, DescentProblem
+from ..constraints.problem import DescentProblem
 from ..constraints.state import DualState
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..files import find_json
+from .arguments import LARGEST
 from .multipliers import Multipliers
-from .problem import LARGEST, DescentProblem
+from .problem import DescentProblem
 
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..constraints.problem import AT_CHANCE, SMALLEST, DescentProblem, largest_rise
+from ..constraints.arguments import SMALLEST
+from ..constraints.problem import AT_CHANCE, DescentProblem, largest_rise
 from .intervals import (
     LEAST_ROWS,
     LEAST_SKEWED_ROWS,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
-from ..constraints.problem import as_python
+from ..constraints.arguments import as_python
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout, evaluating
 from ..readout.tape import config_flags, switched_off

@@ -10,7 +10,8 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import DescentArguments
-from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
+from ..constraints.arguments import check_constrained_layers, check_targets
+from ..constraints.problem import AT_CHANCE
 from ..constraints.state import DualState
 from ..logs import get_logger
 from ..readout.pooling import ONE_TOKEN, reads_one_token

@@ -9,8 +9,8 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from ..constraints.arguments import as_python
 from ..constraints.objectives import objective_class
-from ..constraints.problem import as_python
 
 
 # Setting -> least and greatest value; all are searched on a logarithmic scale.

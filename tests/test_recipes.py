@@ -217,9 +217,8 @@ def test_smoke_recipes_run(smoke, path, capsys):
     assert curve["gammas"] == recipe["eval_gammas"]
     assert curve["values"][0][0] == results["eval_accuracy"]
     printed = capsys.readouterr().out
-    assert (
-        f"validation     {results['eval_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
-    )
+    scores = [f"{results[f'eval_{name}']:.4f}" for name in ("accuracy", "loss")]
+    assert ["validation", *scores] in [line.split() for line in printed.splitlines()]
     assert str(folder) in printed
     assert re.search(r"^VERDICT: (MET|NOT MET|NOT SHOWN), price ", printed, re.MULTILINE)
     assert printed.splitlines()[-1].startswith("Next: `hf-descent card ")

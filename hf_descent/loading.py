@@ -110,9 +110,10 @@ def load_model(name: str, images: bool = False) -> PreTrainedModel:
         )
     auto_class = _auto_class(architecture)
     if auto_class is None or (auto_class is AutoModelForImageClassification and not images):
-        raise ValueError(
-            f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model."
-        )
+        kinds = "a text classifier or a causal language model"
+        if images:
+            kinds = "a classifier of texts or images, or a causal language model"
+        raise ValueError(f"`model` is {name!r}, a {architecture}; give {kinds}.")
 
     if not find_json(name, ADAPTER):
         with weights_of(name):

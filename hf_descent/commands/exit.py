@@ -22,7 +22,7 @@ from ..early_exit import (
     layer_set_profile,
 )
 from ..early_exit.layer_sets import spans
-from ..loading import load_tokenizer
+from ..loading import load_image_processor, load_tokenizer
 from ..runs import RunFolder, tables
 from .arguments import parse_model
 from .closing import next_step
@@ -93,6 +93,10 @@ class ExitArguments:
     prompt_format: PromptFormat = HfArg(
         default="auto", help="Language models: form of the prompts; choose that of the training."
     )
+    image_column: str = HfArg(
+        default="image",
+        help="Image classifiers: column of the images, or of the numbers that the model reads.",
+    )
 
     def __post_init__(self):
         counts = ("batch_size", "repeats", "fewest_layers", "heal_steps")
@@ -131,7 +135,7 @@ def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
     is_sorting = is_classifier(model)
     if is_sorting:
         trains = args.heal is not None
-        rows = classifier_rows(name, model, data_args, trains)
+        rows = classifier_rows(name, model, data_args, args.image_column, trains)
     else:
         rows = _language_rows(model, load_tokenizer(name), args, data_args)
 
@@ -228,10 +232,15 @@ def _healed(
         learning_rate=args.heal_learning_rate,
         warmup_steps=math.ceil(0.05 * args.heal_steps),
         per_device_train_batch_size=HEALING_BATCH,
+        remove_unused_columns=rows.settings.get("remove_unused_columns", True),
         logging_steps=max(1, args.heal_steps // 10),
         save_strategy="no",
         report_to="none",
     )
+    processing = rows.settings.get("processing_class")
+    if processing is None:
+        processing = _processing(name, model)
+
     exit_head = None if args.exit_head == "layers" else args.exit_head
     no_layer_follows = exit_head is None and layers[-1] == len(layers)
     dtype = model.dtype
@@ -243,12 +252,19 @@ def _healed(
         train_all=no_layer_follows,
         train_dataset=rows.train,
         data_collator=rows.settings.get("data_collator"),
-        processing_class=load_tokenizer(name),
+        processing_class=processing,
     )
     trainer.train()
     trainer.model.to(dtype)
     trainer.save_model()
     return trainer
+
+
+def _processing(name: str, model: PreTrainedModel) -> Any:
+    """What prepares the inputs, to be saved with a model."""
+    if type(model).__name__.endswith("ForImageClassification"):
+        return load_image_processor(name)
+    return load_tokenizer(name)
 
 
 def _language_rows(

@@ -1,4 +1,4 @@
-"""The rows that `exit` and `lens` read, of a text classifier or of a language model."""
+"""The rows that `exit` and `lens` read, of a classifier of texts or images or of a language model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.alpaca import completion_labels, read_instructions
+from ..data.images import ImageCollator, load_image_classification
 from ..data.reading import load_file
 from ..data.splits import check_texts
 from ..data.text import (
@@ -18,7 +19,13 @@ from ..data.text import (
     most_tokens,
     tokenize,
 )
-from ..loading import best_device, load_model, load_tokenizer, position_limit
+from ..loading import (
+    best_device,
+    load_image_processor,
+    load_model,
+    load_tokenizer,
+    position_limit,
+)
 from .arguments import SOURCES, record_of
 
 
@@ -39,29 +46,41 @@ class HeldOutRows:
 
 
 def load_whole_model(name: str) -> PreTrainedModel:
-    """A text classifier or a language model, on this machine's device; adapters are merged, since their layers are
-    read and cut with those of their base."""
-    model = load_model(name).to(best_device())
+    """A classifier of texts or images, or a language model, on this machine's device; adapters are merged, since
+    their layers are read and cut with those of their base."""
+    model = load_model(name, images=True).to(best_device())
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
     return model
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
-    return "ForSequenceClassification" in type(model).__name__
+    name = type(model).__name__
+    return "ForSequenceClassification" in name or name.endswith("ForImageClassification")
 
 
 def classifier_rows(
-    name: str, model: PreTrainedModel, data_args: DataArguments, trains: bool = False
+    name: str,
+    model: PreTrainedModel,
+    data_args: DataArguments,
+    image_column: str,
+    trains: bool = False,
 ) -> HeldOutRows:
     """The validation and test rows of a classifier, as one half of the validation rows each without test rows; those
     of training where the command `trains`."""
-    tokenizer = load_tokenizer(name)
-    dataset = load_text_classification(data_args)
-    if not trains:  # all that is left for the training rows to do is to name the columns
-        dataset["train"] = dataset["train"].select([0])
-    limit = most_tokens(tokenizer, model, data_args.max_seq_length)
-    dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
+    if type(model).__name__.endswith("ForImageClassification"):
+        dataset = load_image_classification(data_args, image_column, data_args.label_column)
+        dataset = align_classes(dataset, model.config.id2label)
+        collator = ImageCollator(model, load_image_processor(name), dataset["validation"])
+        settings = {"data_collator": collator, "remove_unused_columns": False}
+    else:
+        tokenizer = load_tokenizer(name)
+        dataset = load_text_classification(data_args)
+        if not trains:  # all that is left for the training rows to do is to name the columns
+            dataset["train"] = dataset["train"].select([0])
+        limit = most_tokens(tokenizer, model, data_args.max_seq_length)
+        dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
+        settings = {"processing_class": tokenizer}
     _warn_of_training_rows(name, data_args)
 
     # Without test rows one half of the others is for the report.
@@ -71,7 +90,7 @@ def classifier_rows(
         halves = validation.train_test_split(0.5, seed=data_args.split_seed)
         validation = halves["train"]
         test = halves["test"]
-    return HeldOutRows(validation, test, {"processing_class": tokenizer}, dataset["train"])
+    return HeldOutRows(validation, test, settings, dataset["train"])
 
 
 def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:

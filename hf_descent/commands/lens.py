@@ -77,6 +77,10 @@ class LensArguments:
         help="Folder for the results. Default: the model's own, or this one for a model on the Hub.",
     )
     batch_size: int = HfArg(default=8, help="Rows in a batch.")
+    image_column: str = HfArg(
+        default="image",
+        help="Image classifiers: column of the images, or of the numbers that the model reads.",
+    )
     prompt_format: PromptFormat = HfArg(
         default="auto", help="Form of the prompts, if the file has a column `instruction`."
     )
@@ -119,7 +123,7 @@ def _classifier_rows(
     """The rows of the file, or the test rows of a run; with `fit` also rows of training."""
     fits = args.fit != "none"
     if args.data is None:
-        return classifier_rows(name, model, data_args, fits)
+        return classifier_rows(name, model, data_args, args.image_column, fits)
     # The file stands for all splits. Where nothing is fitted, that of training only says which classes there are.
     sources = dict.fromkeys(SOURCES & vars(data_args).keys())
     sources["train_split"] = data_args.train_split
@@ -127,7 +131,7 @@ def _classifier_rows(
     if fits:
         files["train_file"] = _train_file(args, data_args)
     data_args = replace(data_args, **{**sources, **files})
-    return classifier_rows(name, model, data_args, fits)
+    return classifier_rows(name, model, data_args, args.image_column, fits)
 
 
 def _train_file(args: LensArguments, data_args: DataArguments) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
@@ -165,12 +165,19 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
 def _report_guessed_types(name: str, rows: Dataset) -> None:
     """Says on the screen where `datasets` read the types of a data set off its files."""
     source = rows.info.builder_name
-    if source in ("csv", "json"):
-        logger.warning(
-            f"The {source} files of {name!r} may hold other values than the model gets, since `datasets` guesses "
-            "their types. Give them by `train_file`, `validation_file` and `test_file` to have them as they are "
-            "written."
-        )
+    remedy = "Give them by `train_file`, `validation_file` and `test_file`"
+    if source == "imagefolder":
+        if all(isinstance(feature, ClassLabel | Image) for feature in rows.features.values()):
+            return  # the names of folders
+        source = "metadata"
+        remedy = "Put the images of each class into a folder of its name"
+    elif source not in ("csv", "json"):
+        return
+
+    logger.warning(
+        f"The {source} files of {name!r} may hold other values than the model gets, since `datasets` guesses their "
+        f"types. {remedy} to have them as they are written."
+    )
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:

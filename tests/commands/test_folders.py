@@ -1,10 +1,13 @@
-"""The folders that a script or a checkpoint leaves, under the commands that come next."""
+"""The folders that a script or a checkpoint leaves, and image classifiers, under the commands that come next."""
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from datasets import ClassLabel, Dataset, Features, Image
 from peft import LoraConfig, get_peft_model
+from PIL import Image as Picture
 from tiny.data import classification_data
 from tiny.models import bert, spread
 from tiny.tokenizers import word_tokenizer
@@ -15,9 +18,11 @@ from transformers import (
     GPT2ForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
+    ViTImageProcessor,
 )
 
 from hf_descent import DescentTrainer, cli, layer_logits
+from hf_descent.early_exit import ConfidenceReport, ExitProfile
 from hf_descent.loading import load_model
 from hf_descent.models import LinearReadoutForSequenceClassification, give_linear_readout
 
@@ -34,6 +39,63 @@ def vit(channels=1):
         "label2id": {name: i for i, name in enumerate(NAMES)},
     }
     return ViTForImageClassification(ViTConfig(num_hidden_layers=3, **sizes, **pictures, **labels))
+
+
+def accuracies(model, pixels, labels):
+    with torch.no_grad():
+        logits = layer_logits(model.eval(), {"pixel_values": pixels})
+    return [(each.argmax(-1) == labels).float().mean().item() for each in logits]
+
+
+def exits_of(folder, data, *words):
+    files = [f"--{split}_file={data}" for split in ("train", "validation", "test")]
+    cli.main(["exit", str(folder), *files, "--repeats=1", *words])
+    report = ConfidenceReport.from_json(str(folder / "confidence_exit.json"))
+    return ExitProfile.from_json(str(folder / "exit_profile.json")), report
+
+
+def test_exit_reports_an_image_classifier_on_the_numbers_that_it_reads(tmp_path):
+    model = spread(vit())
+    model.save_pretrained(tmp_path / "model")
+    pixels = np.random.default_rng(0).normal(size=(30, 1, 8, 8)).astype("float32")
+    labels = torch.arange(30) % 3
+    rows = {"pixel_values": pixels.tolist(), "labels": labels.tolist()}
+    Dataset.from_dict(rows).to_parquet(tmp_path / "rows.parquet")
+    columns = ("--image_column=pixel_values", "--label_column=labels")
+    profile, report = exits_of(tmp_path / "model", tmp_path / "rows.parquet", *columns)
+    expected = accuracies(model, torch.from_numpy(pixels), labels)
+    assert profile.values == pytest.approx(expected, abs=1e-6)
+    assert report.full_accuracy == pytest.approx(expected[-1], abs=1e-6)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_exit_prepares_images_by_the_processor_that_is_saved(tmp_path, channels):
+    model = spread(vit(channels))
+    model.save_pretrained(tmp_path / "model")
+    processor = ViTImageProcessor(
+        size={"height": 8, "width": 8},
+        image_mean=[0.5] * channels,
+        image_std=[0.2] * channels,
+    )
+    processor.save_pretrained(tmp_path / "model")
+    draw = np.random.default_rng(0).integers(0, 256, (30, 12, 12, 3)).astype("uint8")
+    pictures = [Picture.fromarray(each) for each in draw]
+    labels = torch.arange(30) % 3
+    features = Features({"image": Image(), "label": ClassLabel(names=NAMES[::-1])})
+    numbers = [
+        2 - label for label in labels.tolist()
+    ]  # the same classes, counted from the other end
+    rows = Dataset.from_dict({"image": pictures, "label": numbers}, features=features)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    profile, _ = exits_of(tmp_path / "model", tmp_path / "rows.parquet")
+    mode = "RGB" if channels == 3 else "L"
+    prepared = [processor(each.convert(mode), return_tensors="pt") for each in pictures]
+    pixels = torch.cat([each["pixel_values"] for each in prepared])
+    assert profile.values == pytest.approx(accuracies(model, pixels, labels), abs=1e-6)
+
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match="no image processor is saved with the model"):
+        exits_of(tmp_path / "model", tmp_path / "rows.parquet")
 
 
 def test_export_cuts_an_image_classifier(tmp_path, capsys):

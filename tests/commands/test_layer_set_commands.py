@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from tiny.models import bert, llama, spread
 from tiny.tokenizers import word_tokenizer
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from hf_descent import cli
@@ -67,11 +71,42 @@ def text_files(tmp_path, model):
     return ["--train_file", whole, "--validation_file", validation, "--test_file", test], inputs
 
 
-def test_a_layer_that_does_nothing_is_left_out_and_the_exported_model_is_the_same(tmp_path, capsys):
-    model = silenced(spread(bert(num_layers=LAYERS)))
+def image_files(tmp_path, model):
+    pixels = np.random.default_rng(0).normal(size=(2 * COUNT, 1, 8, 8)).astype("float32")
+    inputs = {"pixel_values": torch.from_numpy(pixels)}
+    with torch.no_grad():
+        labels = model(**inputs).logits.argmax(-1).tolist()
+    flags = ["--image_column", "pixels", "--label_column", "label"]
+    parts = {"train": slice(None), "validation": slice(COUNT), "test": slice(COUNT, None)}
+    for name, part in parts.items():
+        path = str(tmp_path / f"{name}.parquet")
+        Dataset.from_dict({"pixels": pixels[part].tolist(), "label": labels[part]}).to_parquet(path)
+        flags += [f"--{name}_file", path]
+    return flags, inputs
+
+
+def vit():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    pictures = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+    return ViTForImageClassification(ViTConfig(num_hidden_layers=LAYERS, **sizes, **pictures))
+
+
+CLASSIFIERS = {
+    "bert": (lambda: bert(num_layers=LAYERS), text_files, AutoModelForSequenceClassification),
+    "vit": (vit, image_files, AutoModelForImageClassification),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_layer_that_does_nothing_is_left_out_and_the_exported_model_is_the_same(
+    name, tmp_path, capsys
+):
+    make, files, auto_class = CLASSIFIERS[name]
+    model = silenced(spread(make()))
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    flags, inputs = text_files(tmp_path, model)
+    flags, inputs = files(tmp_path, model)
     cli.main(["exit", str(tmp_path / "model"), *flags, "--fewest_layers", "2"])
 
     printed = capsys.readouterr().out
@@ -90,12 +125,12 @@ def test_a_layer_that_does_nothing_is_left_out_and_the_exported_model_is_the_sam
     command = re.search(r"Next: `hf-descent (export .*) --output_dir DIR`", printed)[1].split()
     cli.main([*command, "--output_dir", str(tmp_path / "short")])
     assert f"Layers {command[-1]} of 4 layers are in" in capsys.readouterr().out
-    short = AutoModelForSequenceClassification.from_pretrained(tmp_path / "short")
+    short = auto_class.from_pretrained(tmp_path / "short")
     assert short.config.num_hidden_layers == len(profile.smallest())
     cli.main(
         ["export", command[1], "--layers", "1", "3-4", "--output_dir", str(tmp_path / "three")]
     )
-    three = AutoModelForSequenceClassification.from_pretrained(tmp_path / "three")
+    three = auto_class.from_pretrained(tmp_path / "three")
     with torch.no_grad():
         torch.testing.assert_close(
             three(**inputs).logits, model(**inputs).logits, rtol=1e-3, atol=1e-3
@@ -160,11 +195,15 @@ def test_more_layers_than_there_are_cannot_stay(tmp_path):
 HEALING = ["--heal_steps", "30", "--heal_learning_rate", "0.003", "--fewest_layers", "2"]
 
 
-def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows(tmp_path, capsys):
-    model = spread(bert(num_layers=LAYERS)).eval()
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows(
+    name, tmp_path, capsys
+):
+    make, files, auto_class = CLASSIFIERS[name]
+    model = spread(make()).eval()
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    flags, inputs = text_files(tmp_path, model)
+    flags, inputs = files(tmp_path, model)
     healed = str(tmp_path / "healed")
     cli.main(["exit", str(tmp_path / "model"), *flags, *HEALING, "--heal", healed])
 
@@ -175,7 +214,7 @@ def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows
     assert str(profile) in printed and profile.headline in printed
     assert f"2 of 4 layers, {spans(kept)}, are healed and in {healed}." in printed
 
-    short = AutoModelForSequenceClassification.from_pretrained(healed).eval()
+    short = auto_class.from_pretrained(healed).eval()
     cut = keep_layers(model, kept).eval()
     test = {key: value[COUNT:] for key, value in inputs.items()}
     with torch.no_grad():
@@ -183,18 +222,23 @@ def test_a_classifier_is_healed_on_its_training_rows_and_judged_on_its_test_rows
         losses = [F.cross_entropy(each(**test).logits, truth.argmax(-1)) for each in (short, cut)]
     assert profile.losses[1] == pytest.approx(losses[0].item(), rel=1e-4)
     assert losses[0] < losses[1]
-    assert AutoTokenizer.from_pretrained(healed)("w1 w2") == word_tokenizer()("w1 w2")
+    if name == "bert":
+        assert AutoTokenizer.from_pretrained(healed)("w1 w2") == word_tokenizer()("w1 w2")
 
     cli.main(["card", str(tmp_path / "model")])
     assert str(profile) in (tmp_path / "model" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("exit_head", "depth"), [("affine", 2), ("block", 3)])
-def test_an_exit_head_is_trained_behind_the_first_layers(exit_head, depth, tmp_path, capsys):
-    model = spread(bert(num_layers=LAYERS)).eval()
+HEADS = [("bert", "affine", 2), ("vit", "norm", 2), ("vit", "block", 3)]
+
+
+@pytest.mark.parametrize(("name", "exit_head", "depth"), HEADS)
+def test_an_exit_head_is_trained_behind_the_first_layers(name, exit_head, depth, tmp_path, capsys):
+    make, files, auto_class = CLASSIFIERS[name]
+    model = spread(make()).eval()
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    flags, inputs = text_files(tmp_path, model)
+    flags, inputs = files(tmp_path, model)
     flags += [*HEALING, "--heal", str(tmp_path / "exit"), "--exit_head", exit_head]
     cli.main(["exit", str(tmp_path / "model"), *flags])
 
@@ -203,7 +247,7 @@ def test_an_exit_head_is_trained_behind_the_first_layers(exit_head, depth, tmp_p
     assert profile.layers[1] == kept and profile.healed == [False, True]
     assert f"{depth} of 4 layers, {spans(kept)}, are healed" in capsys.readouterr().out
 
-    short = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exit").eval()
+    short = auto_class.from_pretrained(tmp_path / "exit").eval()
     assert short.config.num_hidden_layers == depth
     test = {key: value[COUNT:] for key, value in inputs.items()}
     with torch.no_grad():

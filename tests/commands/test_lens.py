@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from scipy import stats
 from tiny.files import save_generator
 from tiny.models import bert, llama, spread
 from tiny.tokenizers import tokenizer, word_tokenizer
-from transformers import ViTConfig, ViTForMaskedImageModeling
+from transformers import ViTConfig, ViTForImageClassification, ViTForMaskedImageModeling
 
 from hf_descent import cli, layer_logits
 from hf_descent.early_exit.tuned_lens import fit_lens
@@ -20,11 +21,11 @@ LAYERS = 3
 ROWS = 40
 
 
-def vit():
+def vit(kind=ViTForImageClassification):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     pictures = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
-    return ViTForMaskedImageModeling(ViTConfig(num_hidden_layers=LAYERS, **sizes, **pictures))
+    return kind(ViTConfig(num_hidden_layers=LAYERS, **sizes, **pictures))
 
 
 def texts():
@@ -41,6 +42,16 @@ def text_rows(path):
     return [(batch, torch.tensor([row["label"]])) for batch, row in zip(batches, rows)]
 
 
+def image_rows(path):
+    pixels = np.random.default_rng(0).normal(size=(ROWS, 1, 8, 8)).astype("float32")
+    labels = [row % 3 for row in range(ROWS)]
+    Dataset.from_dict({"image": pixels.tolist(), "label": labels}).to_parquet(str(path))
+    return [
+        ({"pixel_values": torch.from_numpy(image)[None]}, torch.tensor([label]))
+        for image, label in zip(pixels, labels)
+    ]
+
+
 def language_rows(path):
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts()))
     batches = [word_tokenizer()([text], return_tensors="pt") for text in texts()]
@@ -49,6 +60,7 @@ def language_rows(path):
 
 KINDS = {
     "bert": (lambda: bert(num_layers=LAYERS), text_rows, "rows.jsonl"),
+    "vit": (vit, image_rows, "rows.parquet"),
     "llama": (lambda: llama(num_layers=LAYERS), language_rows, "rows.jsonl"),
 }
 
@@ -117,16 +129,15 @@ def test_the_lens_is_what_the_layers_predict(kind, tmp_path, capsys):
 
 
 def test_the_interval_of_an_entropy_is_that_of_a_mean_over_rows(tmp_path):
-    model = spread(bert(num_layers=LAYERS))
+    model = spread(vit())
     model.save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
-    rows = text_rows(tmp_path / "rows.jsonl")
+    rows = image_rows(tmp_path / "rows.parquet")
     cli.main(
         [
             "lens",
             str(tmp_path / "model"),
             "--data",
-            str(tmp_path / "rows.jsonl"),
+            str(tmp_path / "rows.parquet"),
             "--output_dir",
             str(tmp_path),
         ]
@@ -192,8 +203,8 @@ def test_what_was_found_is_said_in_a_sentence(losses, chance, summary):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):
-    vit().save_pretrained(tmp_path / "masked")
-    with pytest.raises(ValueError, match="ViTForMaskedImageModeling; give a text classifier"):
+    vit(ViTForMaskedImageModeling).save_pretrained(tmp_path / "masked")
+    with pytest.raises(ValueError, match="ViTForMaskedImageModeling; give a classifier of texts"):
         cli.main(["lens", str(tmp_path / "masked"), "--data", "rows.jsonl"])
     llama(num_layers=2).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="give a file of texts by `--data`"):

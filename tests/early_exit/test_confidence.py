@@ -59,90 +59,145 @@ def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name):
         )
 
 
-def test_samples_that_are_sure_leave_the_batch_for_good():
-    model, batch = spread(bert(num_layers=4)), default_data_collator(toy_rows(16))
+@pytest.fixture
+def batch_sizes():
+    """A BERT of four layers, and a list of the batch sizes that its layers get."""
+    model = spread(bert(num_layers=4))
     sizes = []
     for layer in model.bert.encoder.layer:
         layer.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    return model, sizes
+
+
+def test_samples_that_are_sure_leave_the_batch_for_good(batch_sizes):
+    model, sizes = batch_sizes
+    batch = default_data_collator(toy_rows(16))
     fast = ConfidenceExit(model, threshold=0.5)
     fast(**batch)  # finds the layers
+
     sizes.clear()
     exits = fast(**batch).exit_layers
     assert len(set(exits.tolist())) > 2
-    assert sizes == [n for layer in range(1, 5) if (n := int((exits >= layer).sum()))]
-    fast.threshold = 1.0
+    left = [int((exits >= layer).sum()) for layer in range(1, 5)]
+    assert sizes == [count for count in left if count]
+
+
+def test_no_layer_is_computed_of_a_batch_that_has_left(batch_sizes):
+    model, sizes = batch_sizes
+    batch = default_data_collator(toy_rows(16))
+    fast = ConfidenceExit(model, threshold=1.0)
+    fast(**batch)  # finds the layers
+
     sizes.clear()
-    assert fast(**batch).exit_layers.tolist() == [1] * 16 and sizes == [16]
+    assert fast(**batch).exit_layers.tolist() == [1] * 16
+    assert sizes == [16]
 
 
 def test_the_model_is_left_as_it_was():
-    model, batch = (
-        spread(bert(num_layers=4, dropout=0.3)).train(),
-        default_data_collator(toy_rows(16)),
-    )
+    model = spread(bert(num_layers=4, dropout=0.3)).train()
+    batch = default_data_collator(toy_rows(16))
     fast = ConfidenceExit(model, threshold=0.5)
     assert torch.equal(fast(**batch).logits, fast(**batch).logits)
-    assert model.training and model(**batch).logits.requires_grad
-    assert not any(
-        "_call_impl" in vars(module) or "forward" in vars(module) for module in model.modules()
-    )
+
+    assert model.training
+    assert model(**batch).logits.requires_grad
+    for module in model.modules():
+        assert not {"_call_impl", "forward"} & vars(module).keys()
 
 
-def test_inputs_that_a_later_batch_has_for_the_first_time_are_shrunk_with_it():
-    """Padding, and positions for each sample."""
+def llama_classifier():
     config = llama(num_layers=4, num_labels=3, pad_token_id=0).config
-    decoder = spread(transformers.LlamaForSequenceClassification(config))
-    plain, padded = (
-        default_data_collator(rows) for rows in (toy_rows(16), classification_data(16, seed=5))
-    )
-    placed = plain | {"position_ids": torch.arange(plain["input_ids"].shape[1]).repeat(16, 1)}
-    for model, batches in (
-        (spread(bert(num_layers=4)), (plain, padded, plain)),
-        (decoder, (plain, placed, plain)),
-    ):
-        fast = ConfidenceExit(model, threshold=0.5)
-        for batch in batches:
-            with torch.no_grad():
-                layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
-            output = fast(**batch)
-            assert len(output.exit_layers.unique()) > 1
-            expected = layers[output.exit_layers - 1, torch.arange(16)]
-            torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
+    return spread(transformers.LlamaForSequenceClassification(config))
+
+
+def with_positions(batch):
+    """The batch with positions for each sample."""
+    rows, length = batch["input_ids"].shape
+    return {**batch, "position_ids": torch.arange(length).repeat(rows, 1)}
+
+
+PLAIN = default_data_collator(toy_rows(16))
+PADDED = default_data_collator(classification_data(16, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("make", "batches"),
+    [
+        (lambda: spread(bert(num_layers=4)), (PLAIN, PADDED, PLAIN)),
+        (llama_classifier, (PLAIN, with_positions(PLAIN), PLAIN)),
+    ],
+    ids=["padding", "positions"],
+)
+def test_inputs_that_a_later_batch_has_for_the_first_time_are_shrunk_with_it(make, batches):
+    model = make()
+    fast = ConfidenceExit(model, threshold=0.5)
+    for batch in batches:
+        with torch.no_grad():
+            layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
+        output = fast(**batch)
+        assert len(output.exit_layers.unique()) > 1
+        expected = layers[output.exit_layers - 1, torch.arange(16)]
+        torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def may_lose_more(lost, allowed):
+    """Whether samples, of which each `lost` 1, 0 or -1, may lose more than allowed, with a chance above 5 %."""
+    samples = len(lost)
+    chances = [
+        math.comb(samples, count) * allowed**count * (1 - allowed) ** (samples - count)
+        for count in range(max(sum(lost), 0) + 1)
+    ]
+    lost = [*lost, 1]  # one loss more than seen
+    deviation = statistics.pstdev(lost) / len(lost) ** 0.5
+    return sum(chances) > 0.05 or statistics.mean(lost) + 1.6449 * deviation > allowed
+
+
+def naive_exits(uncertainty, hits, max_loss):
+    """Exits `[samples]` at the last threshold before the first one that may lose more than allowed."""
+    num_layers, samples = hits.shape
+    exits = torch.full((samples,), num_layers)
+    for threshold in sorted(uncertainty[:-1].flatten().tolist()):
+        tried = expected_exits(uncertainty, threshold + 1e-7)
+        kept = hits[tried - 1, torch.arange(samples)].int()
+        if may_lose_more((hits[-1].int() - kept).tolist(), max_loss):
+            break
+        exits = tried
+    return exits
 
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.1, 0.2, 1.0])
 def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allowed(max_loss):
-    model, rows = spread(bert(num_layers=4)), toy_rows(60)
-    fast = ConfidenceExit(model).calibrate(rows, max_loss, batch_size=16)
+    model = spread(bert(num_layers=4))
+    rows = toy_rows(60)
     batch = default_data_collator(rows)
     with torch.no_grad():
-        layers = torch.stack(layer_logits(model, batch))
+        layers = torch.stack(layer_logits(model, batch))  # [layers, samples, classes]
     hits = layers.argmax(-1) == batch["labels"]  # [layers, samples]
-    entropy = torch.distributions.Categorical(logits=layers).entropy() / math.log(3)
-    exits = torch.full((60,), 4)
-    for threshold in sorted(entropy[:-1].flatten().tolist()):
-        tried = expected_exits(entropy, threshold + 1e-7)
-        lost = [int(hits[3, k]) - int(hits[tried[k] - 1, k]) for k in range(60)]
-        chances = [
-            math.comb(60, k) * max_loss**k * (1 - max_loss) ** (60 - k)
-            for k in range(max(sum(lost), 0) + 1)
-        ]
-        lost.append(1)
-        if (
-            sum(chances) > 0.05
-            or statistics.mean(lost) + 1.6449 * statistics.pstdev(lost) / 61**0.5 > max_loss
-        ):
-            break
-        exits = tried
+    uncertainty = torch.distributions.Categorical(logits=layers).entropy() / math.log(3)
+    exits = naive_exits(uncertainty, hits, max_loss)
+
+    fast = ConfidenceExit(model).calibrate(rows, max_loss, batch_size=16)
     report = fast.evaluate(rows, batch_size=16, repeats=1)
-    assert report.full_accuracy == pytest.approx(hits[3].double().mean().item())
     assert report.mean_layers == pytest.approx(exits.double().mean().item(), abs=0.02)
-    assert report.exit_shares.sum() == pytest.approx(1.0) and report.speedup > 0
-    hits = fast(**batch).logits.argmax(-1) == batch["labels"]
-    assert report.accuracy == pytest.approx(hits.double().mean().item())
-    assert (report.mean_layers == 4) == (max_loss == 0) and (report.mean_layers == 1) == (
-        max_loss == 1
-    )
+    assert (report.mean_layers == 4) == (max_loss == 0)
+    assert (report.mean_layers == 1) == (max_loss == 1)
+
+
+def test_a_report_has_the_accuracies_of_exits_and_of_the_last_layer():
+    model = spread(bert(num_layers=4))
+    rows = toy_rows(60)
+    batch = default_data_collator(rows)
+    fast = ConfidenceExit(model, threshold=0.5)
+    report = fast.evaluate(rows, batch_size=16, repeats=1)
+
+    def accuracy(logits):
+        return (logits.argmax(-1) == batch["labels"]).double().mean().item()
+
+    with torch.no_grad():
+        assert report.full_accuracy == pytest.approx(accuracy(model(**batch).logits))
+    assert report.accuracy == pytest.approx(accuracy(fast(**batch).logits))
+    assert report.exit_shares.sum() == pytest.approx(1.0)
+    assert report.speedup > 0
 
 
 @pytest.mark.slow
@@ -181,21 +236,32 @@ def test_few_samples_of_which_few_are_lost_prove_no_more_than_the_binomial(sampl
     assert broken / 2000 <= 1 - confidence + 2 * (confidence * (1 - confidence) / 2000) ** 0.5
 
 
-def test_candidates_are_tried_up_to_the_first_that_fails_with_one_loss_more_than_seen():
-    sure, few, many = np.full(100, -1.0), np.full(100, 0.5), np.arange(3000) / 3000
-    assert (
-        _loosest_threshold(
-            np.stack([many, np.full(3000, -1.0)]), np.ones((2, 3000), bool), 0.01, 0.95
-        )
-        == 1.0
-    )
-    correct = np.ones((2, 100), bool)
-    correct[0, :2] = correct[1, 2:4] = False  # as many are won as lost
-    assert _loosest_threshold(np.stack([few, sure]), correct, 0.04, 0.95) == 0.0
-    assert _loosest_threshold(np.stack([few, sure]), correct, 0.05, 0.95) > 0
-    correct[0, :20] = correct[1, 20:70] = False  # the first 40 may cost much, and the others none
-    few[:40] = 0.2
-    assert _loosest_threshold(np.stack([few, sure]), correct, 0.05, 0.95) == 0.0
+def test_samples_that_are_all_right_may_leave_at_any_uncertainty():
+    uncertainty = np.stack([np.arange(3000) / 3000, np.full(3000, -1.0)])
+    assert _loosest_threshold(uncertainty, np.ones((2, 3000), bool), 0.01, 0.95) == 1.0
+
+
+@pytest.fixture
+def two_layers():
+    """100 samples that are unsure at the first of two layers, and all of which both have right."""
+    return np.stack([np.full(100, 0.5), np.full(100, -1.0)]), np.ones((2, 100), bool)
+
+
+@pytest.mark.parametrize(("allowed", "leaves"), [(0.04, False), (0.05, True)])
+def test_one_loss_more_than_seen_is_counted(two_layers, allowed, leaves):
+    uncertainty, correct = two_layers
+    correct[0, :2] = False
+    correct[1, 2:4] = False  # as many are won as lost
+    threshold = _loosest_threshold(uncertainty, correct, allowed, 0.95)
+    assert (threshold > 0) == leaves
+
+
+def test_candidates_are_tried_up_to_the_first_that_fails(two_layers):
+    uncertainty, correct = two_layers
+    uncertainty[0, :40] = 0.2  # which may cost much, and the others nothing
+    correct[0, :20] = False
+    correct[1, 20:70] = False
+    assert _loosest_threshold(uncertainty, correct, 0.05, 0.95) == 0.0
 
 
 def test_samples_without_a_label_do_not_count_in_an_accuracy():
@@ -236,50 +302,70 @@ def test_uncertainty_has_full_precision_where_the_model_has_not():
         assert exits.tolist() == expected_exits(uncertainty, threshold).tolist()
 
 
-def test_bad_arguments_to_confidence_exit_are_named():
-    rows, multi_label = toy_rows(4), bert()
-    xlnet = build("XLNetForSequenceClassification", MODELS["XLNetForSequenceClassification"])
-    batch, numbers = default_data_collator(rows), [row | {"labels": torch.rand(3)} for row in rows]
-    multi_label.config.problem_type = "multi_label_classification"
-    for match, call in {
-        "`threshold` is 2": lambda: ConfidenceExit(bert(), threshold=2),
-        "several labels a sample": lambda: ConfidenceExit(multi_label),
-        "`threshold` is not set": lambda: ConfidenceExit(bert())(**batch),
-        r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(
-            input_ids=batch["input_ids"]
-        ),
-        "is not the batch; use `truncate`": lambda: ConfidenceExit(xlnet, 0.5)(
-            input_ids=batch["input_ids"]
-        ),
-        "is not the batch; use `truncat": lambda: ConfidenceExit(xlnet).calibrate(rows),
-        r"shape \[4, 1\]; .* needs \[batch": lambda: ConfidenceExit(bert(num_labels=1), 0.5)(
-            input_ids=batch["input_ids"]
-        ),
-        "`max_loss` is -1": lambda: ConfidenceExit(bert()).calibrate(rows, -1),
-        "`max_loss` is 5": lambda: ConfidenceExit(bert()).calibrate(rows, 5),  # per cent, perhaps
-        "`confidence` is 95": lambda: ConfidenceExit(bert()).calibrate(rows, confidence=95),
-        "no `labels` that are classes": lambda: ConfidenceExit(bert()).calibrate(numbers),
-        "`dataset` is empty": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate([]),
-        "`repeats` is 0": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate(rows, repeats=0),
-    }.items():
-        with pytest.raises(ValueError, match=match):
-            call()
+ROWS = toy_rows(4)
+IDS = default_data_collator(ROWS)["input_ids"]
+NUMBERS = [{**row, "labels": torch.rand(3)} for row in ROWS]
 
 
-def test_where_no_threshold_is_found_nobody_is_told_of_a_speed(caplog):
-    """Layers below the last guess, so that each exit costs accuracy: samples get the model's own logits."""
-    model = bert()
-    rows = toy_rows(64)
-    fast = ConfidenceExit(model).calibrate(rows, max_loss=0.0)
+def xlnet():
+    name = "XLNetForSequenceClassification"
+    return build(name, MODELS[name])
+
+
+BAD_CALLS = {
+    "`threshold` is 2": lambda: ConfidenceExit(bert(), threshold=2),
+    "several labels a sample": lambda: ConfidenceExit(
+        bert(problem_type="multi_label_classification")
+    ),
+    "`threshold` is not set": lambda: ConfidenceExit(bert())(input_ids=IDS),
+    r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(input_ids=IDS),
+    r"shape \[4, 1\]; .* needs \[batch": lambda: ConfidenceExit(bert(num_labels=1), 0.5)(
+        input_ids=IDS
+    ),
+    "is not the batch; use `truncate`": lambda: ConfidenceExit(xlnet(), 0.5)(input_ids=IDS),
+    "is not the batch; use `truncat": lambda: ConfidenceExit(xlnet()).calibrate(ROWS),
+    "`max_loss` is -1": lambda: ConfidenceExit(bert()).calibrate(ROWS, -1),
+    "`max_loss` is 5": lambda: ConfidenceExit(bert()).calibrate(ROWS, 5),  # per cent, perhaps
+    "`confidence` is 95": lambda: ConfidenceExit(bert()).calibrate(ROWS, confidence=95),
+    "no `labels` that are classes": lambda: ConfidenceExit(bert()).calibrate(NUMBERS),
+    "`dataset` is empty": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate([]),
+    "`repeats` is 0": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate(ROWS, repeats=0),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_arguments_to_confidence_exit_are_named(message):
+    with pytest.raises(ValueError, match=message):
+        BAD_CALLS[message]()
+
+
+@pytest.fixture(scope="module")
+def without_a_threshold():
+    """Of a model whose layers below the last guess, so that each exit costs accuracy."""
+    fast = ConfidenceExit(bert()).calibrate(toy_rows(64), max_loss=0.0)
     assert fast.threshold == 0
-    assert "No early exit is shown to lose at most 0 of the accuracy on these 64" in caplog.text
-    batch = default_data_collator(rows[:8])
+    return fast
+
+
+def test_where_no_threshold_is_found_samples_get_the_model_s_own_logits(without_a_threshold):
+    batch = default_data_collator(toy_rows(8))
+    output = without_a_threshold(**batch)
     with torch.no_grad():
-        assert fast(**batch).logits.equal(model(**batch).logits)
-    assert fast(**batch).exit_layers.tolist() == [3] * 8
-    text = str(fast.evaluate(rows, repeats=1))
-    assert text.startswith("No sample stops early") and "larger `max_loss`" in text
-    assert "times as fast" not in text and "entropy <" not in text
+        assert output.logits.equal(without_a_threshold.model(**batch).logits)
+    assert output.exit_layers.tolist() == [3] * 8
+
+
+def test_where_no_threshold_is_found_it_is_said(caplog):
+    ConfidenceExit(bert()).calibrate(toy_rows(64), max_loss=0.0)
+    assert "No early exit is shown to lose at most 0 of the accuracy on these 64" in caplog.text
+
+
+def test_where_no_threshold_is_found_nobody_is_told_of_a_speed(without_a_threshold):
+    text = str(without_a_threshold.evaluate(toy_rows(64), repeats=1))
+    assert text.startswith("No sample stops early")
+    assert "larger `max_loss`" in text
+    assert "times as fast" not in text
+    assert "entropy <" not in text
 
 
 def test_other_threads_run_the_model_whole_and_do_not_stop_early():

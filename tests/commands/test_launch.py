@@ -86,7 +86,8 @@ def test_machines_do_not_choose_ports_of_their_own():
     assert launch_arguments(["sft", "--launch", "ddp_multi_node", *several])
 
 
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
 def test_an_error_of_the_user_is_told_once_by_all_processes(processes, tmp_path):
     words = [
         "classify",

@@ -313,9 +313,15 @@ def _describe(action: argparse.Action) -> None:
         action.metavar = "{true,false}" if action.const else "VALUE"
 
 
-def models_of(argv: Sequence[str]) -> list[str]:
-    """The words before the first flag."""
-    return list(takewhile(lambda word: not word.startswith("-"), argv))
+def first_word(argv: Sequence[str], what: str, usage: str) -> str | None:
+    """The one word before the first flag; `None` without it where the help is asked for, or else ValueError."""
+    words = list(takewhile(lambda word: not word.startswith("-"), argv))
+    if len(words) == 1:
+        return words[0]
+    if HELP.intersection(argv):
+        return None
+    named = ", ".join(words) if words else "missing"
+    raise ValueError(f"The {what} is {named}: `{usage}`.")
 
 
 def parse_model(
@@ -323,12 +329,7 @@ def parse_model(
 ) -> tuple:
     """Parses `MODEL [--config RECIPE] [flags]` (see [`parse_recipe`]) into the model and the dataclasses; ValueError
     where there is not one model."""
-    models = models_of(argv)
     usage = f"{prog} MODEL [--config RECIPE] [flags]"
-    if len(models) != 1 and not HELP.intersection(argv):
-        named = ", ".join(models) if models else "missing"
-        raise ValueError(f"The model is {named}: `{usage}`.")
-
-    model = models[0] if models else None
-    parsed = parse_recipe(argument_types, argv[len(models) :], prog, description, usage, model)
-    return model, *parsed
+    model = first_word(argv, "model", usage)
+    flags = argv if model is None else argv[1:]
+    return model, *parse_recipe(argument_types, flags, prog, description, usage, model)

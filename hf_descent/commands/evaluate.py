@@ -43,7 +43,7 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.pooling import reads_one_token
 from ..runs import RunFolder, tables
 from ..training.references import references_of
-from .arguments import absolute, models_of, parse_model, record_of
+from .arguments import absolute, parse_model, record_of
 from .closing import next_step
 
 
@@ -186,8 +186,9 @@ def task_of(model: str) -> tuple[type, Any]:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple[str, EvaluateArguments, Any]:
     """The model, what is measured, and the data of the model's task."""
-    names = models_of(argv)
-    data_arguments = task_of(names[0])[0] if names else DataArguments
+    data_arguments = DataArguments
+    if argv and not argv[0].startswith("-"):
+        data_arguments, _ = task_of(argv[0])
     return parse_model((EvaluateArguments, data_arguments), argv, prog, description)
 
 

@@ -25,7 +25,7 @@ from ..evaluation.scoring import markdown_table
 from ..planning.meter import PARTS
 from ..planning.model import StepCost
 from ..planning.recipe import PlannedRecipe, Shape
-from .arguments import HELP, models_of, parse_recipe
+from .arguments import first_word, parse_recipe
 from .closing import next_step
 
 
@@ -60,16 +60,11 @@ class PlanArguments:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command of the recipe, then the arguments of the plan and of that command."""
-    recipes = models_of(argv)
     usage = f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
-    if len(recipes) != 1 and not HELP.intersection(argv):
-        named = ", ".join(recipes) if recipes else "missing"
-        raise ValueError(f"The recipe is {named}: `{usage}`.")
-
-    if not recipes:
+    recipe = first_word(argv, "recipe", usage)
+    if recipe is None:
         return _parsed(_command_of(set()), argv, prog, usage, description)
 
-    (recipe,) = recipes
     with open(recipe, "rb") as file:  # an error in it names the file
         values = yaml.safe_load(file)
     if values is None:

@@ -12,7 +12,6 @@ Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hill
 
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ..configs import upper_level
 from ..constraints.objectives import Objective, objective_class
 from ..extras import extra_needed
 from ..runs import RunFolder
-from .certificates import MET, Certificate
+from .certificates import Certificate
 from .intervals import check_confidence
 from .noise_curves import NoiseCurve
 from .profiles import LayerProfile
@@ -332,7 +331,6 @@ class Comparison:
 
     def __str__(self) -> str:
         table = [["", "runs", *SUMMARIES.values(), "noise unit", "feasible"]]
-        missed = []
         for name, runs in self.groups.items():
             summary = self._summary(runs)
             numbers = [_format(*summary[column]) for column in (*SUMMARIES, "sigma")]
@@ -341,9 +339,6 @@ class Comparison:
                 count, judged = summary["feasible"]
                 feasible = f"{count} of {judged}"
             table.append([name, f"{len(runs)}", *numbers, feasible])
-            if summary["missed"]:
-                counts = ", ".join(f"{row} ({count})" for row, count in summary["missed"].items())
-                missed.append(f"Rows that runs of {name} miss: {counts}")
 
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds."
         if self.gamma_train is not None:
@@ -352,10 +347,10 @@ class Comparison:
             )
 
         title += " A level of 1 is the noise unit, the standard deviation of the clean input."
-        return "\n".join([title, format_table(table), *missed, "", *map(str, self.differences)])
+        return "\n".join([title, format_table(table), "", *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """Of a group (mean, deviation) of each summary, (feasible, judged) runs, and by row how many runs miss it."""
+        """Of a group (mean, deviation) of each summary, and (feasible, judged) runs."""
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
         summary = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
         for name in SUMMARIES:
@@ -368,11 +363,6 @@ class Comparison:
         if verdicts:
             summary["feasible"] = (sum(verdict.feasible for verdict in verdicts), len(verdicts))
 
-        missed = Counter()
-        for verdict in verdicts:
-            missed.update(row for row, said in zip(verdict.rows, verdict.verdicts) if said != MET)
-
-        summary["missed"] = dict(missed)
         return summary
 
 

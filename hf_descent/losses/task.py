@@ -1,6 +1,7 @@
 """The task loss: what `Trainer` would take from a model's outputs, and what it counts as an item of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -197,26 +198,26 @@ class TaskLoss:
             return False
         name = names[0]
 
-        def custom_loss(labels):
-            inputs = self.model_inputs(batch)
-            if readout is None:
-                outputs = self.model(**inputs)
-            else:
-                outputs = Readout.probe(self.model, inputs, readout).last_outputs(inputs)
-            return self(outputs, {**batch, name: labels}, self.count(batch))
-
-        # A custom loss need not do as its model does.
-        losses = [] if self.loss_fn is None else [custom_loss]
+        losses = []  # of labels; a custom loss need not do as its model does
+        if self.loss_fn is not None:
+            losses.append(partial(self._custom_loss, batch, name, readout))
         if self.loss_fn is None or readout is None:
             losses.append(partial(own_loss, self.model, batch, name))
-        for loss_of in losses:
-            try:
-                with probing(self.model):
-                    return shifts_labels(batch[name], loss_of)
-            except Exception:  # there is no loss, or none where labels are missing
-                continue
 
+        for loss_of in losses:
+            # There may be no loss, or none where labels are missing.
+            with suppress(Exception), probing(self.model):
+                return shifts_labels(batch[name], loss_of)
         return None
+
+    def _custom_loss(self, batch, name: str, readout, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch whose labels are replaced, those of the argument `name`."""
+        inputs = self.model_inputs(batch)
+        if readout is None:
+            outputs = self.model(**inputs)
+        else:
+            outputs = Readout.probe(self.model, inputs, readout).last_outputs(inputs)
+        return self(outputs, {**batch, name: labels}, self.count(batch))
 
     def check_loss_function(self) -> None:
         """ValueError where a custom readout would be scored by the loss of causal language models though no label is

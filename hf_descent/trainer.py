@@ -4,7 +4,9 @@ What happens in one optimizer step: `compute_loss` reads the layer losses of a m
 returns the objective, their weighted sum (`constraints/objectives.py`). After the optimizer's step the layer losses of
 all micro-batches and processes are added up (`training/objective.py`), and the multipliers take one step
 (`constraints/state.py`). What is found out before the first step, and what is counted and measured, is kept by
-`training/run.py`. Everything else is Trainer's.
+`training/run.py`. Whether a run reads its layers in training, in evaluations or never is its `RunKind`
+(`training/run_kind.py`), and how the losses of micro-batches scale is said by `StepTotals` (`training/records.py`).
+Everything else is Trainer's.
 """
 
 import contextlib
@@ -166,9 +168,6 @@ class DescentMixin:
         is_one_batch = self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
         return self._kind.trains_layers or not is_one_batch
 
-    def _is_labelled(self, inputs) -> bool:
-        return evaluation.is_labelled(inputs, self.label_names)
-
     # ---- one optimizer step ----
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -218,7 +217,7 @@ class DescentMixin:
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """f_L of a batch; the losses of all layers are added to those of the evaluation."""
-        if not self._is_labelled(inputs):
+        if not evaluation.is_labelled(inputs, self.label_names):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         layers = self._run.known_objective().layers
         losses = layers.evaluation_losses(
@@ -258,7 +257,9 @@ class DescentMixin:
     def _is_mean(self, inputs, num_items_in_batch) -> bool:
         """Whether a loss of plain training is a mean that has to be made a part of the step's."""
         task = self._run.task
-        if task is None or not self._scales_losses or not self._is_labelled(inputs):
+        if task is None or not self._scales_losses:
+            return False
+        if not evaluation.is_labelled(inputs, self.label_names):
             return False
         return num_items_in_batch is None or not task.takes_items
 
@@ -299,7 +300,7 @@ class DescentMixin:
 
     def _checked(self, batch):
         """A training batch with labels, as the data loader gives it; ValueError for one without."""
-        if not self._is_labelled(batch):
+        if not evaluation.is_labelled(batch, self.label_names):
             raise checks.without_labels(self.label_names, self.model, batch)
         return batch
 
@@ -333,7 +334,7 @@ class DescentMixin:
     def _inspect(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Find out on a batch what this run has to know of the model, its loss and its layers."""
         kind = self._kind
-        is_labelled = self._is_labelled(inputs)
+        is_labelled = evaluation.is_labelled(inputs, self.label_names)
         if kind.evaluates_layers and not is_labelled:
             raise checks.without_labels(self.label_names, self.model, inputs)
 
@@ -472,7 +473,7 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         kind = self._kind
-        is_labelled = self._is_labelled(inputs)
+        is_labelled = evaluation.is_labelled(inputs, self.label_names)
         takes_inspection = kind.evaluates_layers or self._scales_losses
         if is_labelled and takes_inspection and self._needs_inspection(model):
             self._inspect(model, preparation.prepared(self, inputs))

@@ -128,11 +128,13 @@ def table_of(name: str, columns: dict[str, str], digits=None, where=None) -> str
 # Denoisers and texts, each arm at its own best learning rate
 
 
-def denoiser_columns(runs: list[dict], level: int, on_video: bool) -> list[list[float]]:
+def denoiser_columns(
+    runs: list[dict], plain: list[dict], level: int, on_video: bool
+) -> list[list[float]]:
     tests = [run["test"] for run in runs]
     curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
     columns = [
-        [test["losses"][2] / test["losses"][4] for test in tests],
+        exit_ratios(tests, plain),
         curves[:, level],
         curves[:, 0],
         curves[:, level + 1 :].mean(1),
@@ -142,6 +144,18 @@ def denoiser_columns(runs: list[dict], level: int, on_video: bool) -> list[list[
     if on_video:
         columns.append([run["another video"]["noise"][level] for run in runs])
     return columns
+
+
+def exit_ratios(tests: list[dict], plain: list[dict]) -> list[float]:
+    """f_3 / f_5; of a model that was cut to 3 layers first with plain training's f_5."""
+    last_of_plain = np.mean([run["test"]["losses"][4] for run in plain])
+    ratios = []
+    for test in tests:
+        last = last_of_plain
+        if len(test["losses"]) == 5:
+            last = test["losses"][4]
+        ratios.append(test["losses"][2] / last)
+    return ratios
 
 
 def denoisers(task: str) -> str:
@@ -154,7 +168,8 @@ def denoisers(task: str) -> str:
         header.append("another video")
     arms = controlled(task)
     names = [[arm, f"{rate:g}"] for arm, (rate, _) in arms.items()]
-    cells = [denoiser_columns(runs, level, on_video) for _, runs in arms.values()]
+    _, plain = arms["plain"]
+    cells = [denoiser_columns(runs, plain, level, on_video) for _, runs in arms.values()]
     return means_with_spread(header, names, cells, 2)
 
 
@@ -168,7 +183,8 @@ def denoiser_summary() -> str:
         "deep supervision": "fixed weights on the layers",
     }.items():
         _, runs = controlled("photos")[arm]
-        exit_cost, at_training_noise, clean, *_ = denoiser_columns(runs, level, False)
+        _, plain = controlled("photos")["plain"]
+        exit_cost, at_training_noise, clean, *_ = denoiser_columns(runs, plain, level, False)
         rows.append([name, mean(exit_cost, 2), mean(at_training_noise, 2), mean(clean, 2)])
     return markdown(
         ["training", "loss at layer 3, last layer = 1", "error at the training noise", "error without noise"], rows
@@ -301,6 +317,77 @@ def specification() -> str:
         "first exit / f_L", "second exit / f_L",
     ]  # fmt: skip
     return markdown(header, rows)
+
+
+def rivals() -> str:
+    """Exits of one model beside models that are cut first: what a search costs, and the losses that it ends with."""
+    benchmark = script("runs_to_specification")
+    rows = []
+    for task, arms in RIVALS.items():
+        kind = task.split("_")[0]
+        exits = benchmark.exits_of(task)
+        for arm in arms:
+            found = searches(task, arm)
+            met = [run for run in map(benchmark.found_by, found) if run]
+            shown_runs = met
+            if not met:
+                shown_runs = [min(runs, key=lambda run: excess_of(run, exits)) for runs in found]
+
+            losses = [mean([run["certify"][k - 1] for run in shown_runs], 3) for k in exits]
+            losses += [""] * (MOST_EXITS - len(losses))
+            compute = [compute_of(task, arm, runs) for runs in found]
+            models = 1
+            if arm in benchmark.CUT_FIRST:
+                models += len(exits)
+            rows.append(
+                [
+                    MODELS[kind],
+                    asked_of(task),
+                    ARMS[arm],
+                    f"{len(met)} of {len(found)}",
+                    str(models),
+                    mean(compute, 1),
+                    *losses,
+                    mean([run["certify"][-1] for run in shown_runs], 3),
+                ]
+            )
+    rows.append(cut_first_on_minilm())
+    header = ["model", "asked", "training", "seeds that met it", "models", "compute"]
+    return markdown([*header, "first exit", "second exit", "f_L"], rows)
+
+
+def cut_first_on_minilm() -> list[str]:
+    """MiniLM's exit by a model that is cut first, as far as there are runs: without a verdict, from the same rows."""
+    task = script("runs_to_specification").TASKS["minilm"]
+    arms = best_runs("cut_first.jsonl", "minilm")
+    (layer,) = task.exits["one"]
+    short = [run["report"][-1] for run in arms[f"cut {layer}"]]
+    whole = [run["report"][-1] for run in arms["plain"]]
+    compute = 1 + layer / task.num_layers
+    return [
+        MODELS["minilm"],
+        asked_of("minilm_one"),
+        ARMS["cut_first"],
+        "",
+        "2",
+        f"{compute:.1f}",
+        mean(short, 3),
+        "",
+        mean(whole, 3),
+    ]
+
+
+def compute_of(task: str, arm: str, runs: list[dict]) -> float:
+    """What a search computed in its steps, as a number of trainings of the whole model."""
+    benchmark = script("runs_to_specification")
+    if arm not in benchmark.CUT_FIRST:
+        return len(runs)
+
+    depth = benchmark.task_of(task).num_layers
+    shares = [layer / depth for layer in benchmark.exits_of(task)]
+    if benchmark.CUT_FIRST[arm] == "same compute":
+        shares = [1.0] * len(shares)
+    return len(benchmark.task_of(task).rates) * (1 + sum(shares))
 
 
 def exits() -> str:
@@ -643,17 +730,27 @@ ARMS = {
     "quadratic": "quadratic penalty",
     "hinge": "hinge penalty",
     "deep_supervision": "deep supervision",
+    "sorted": "one depth a step, in turn",
+    "cut_first": "cut first, same steps",
+    "cut_first_longer": "cut first, same compute",
 }
+SEARCHED = ("ours", "fixed", "quadratic", "hinge", "deep_supervision")
 ORDER = ["plain training", "descent", "deep supervision", "LayerSkip"]
 SPECIFICATIONS = {  # seeds, arms and most runs of each task
-    "denoiser_easy": ((3, 4, 5), tuple(ARMS), 8),
-    "denoiser_two": ((3, 4, 5), tuple(ARMS), 8),
-    "denoiser_one": ((3, 4, 5), tuple(ARMS), 8),
-    "minilm_one": ((4, 5, 6), tuple(ARMS), 8),
+    "denoiser_easy": ((3, 4, 5), SEARCHED, 8),
+    "denoiser_two": ((3, 4, 5), SEARCHED, 8),
+    "denoiser_one": ((3, 4, 5), SEARCHED, 8),
+    "minilm_one": ((4, 5, 6), SEARCHED, 8),
     "minilm_two": ((4, 5, 6), ("ours", "fixed", "quadratic"), 8),
     "imdb_one": ((4, 5, 6), ("ours", "fixed"), 5),
     "lm_one": ((4, 5, 6), ("ours", "fixed"), 5),
 }
+ONE_MODEL_ARMS = ("ours", "fixed", "deep_supervision", "sorted")
+RIVALS = {
+    "denoiser_one": (*ONE_MODEL_ARMS, "cut_first", "cut_first_longer"),
+    "minilm_one": ("ours", "fixed", "deep_supervision"),
+}
+MOST_EXITS = 2  # of what is asked
 LIMITS = {"2 %": {}, "none": {"max_last_layer_rise": None}}  # on the rise of f_L: settings
 DEFAULTS_OF = {"2 %": "defaults", "none": "defaults, no limit"}
 HOLDS = {  # the limits with which a task was measured
@@ -852,6 +949,7 @@ TABLES = {
     "depths of MiniLM": partial(depths, "minilm"),
     "layer sets": layer_sets,
     "exits": exits,
+    "exits and models cut first": rivals,
     "price": price,
     "time": time,
     "runs to specification": specification,

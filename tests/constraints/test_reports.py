@@ -234,7 +234,7 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(
     tmp_path, make, rows, given, loss
 ):
     args = config(
-        tmp_path, max_steps=4, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
+        tmp_path, max_steps=4, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
         **{"dual_warmup_steps": 1} | given,
     )  # fmt: skip
     trainer = trained(make(), args, train_dataset=rows, eval_dataset=rows, layer_loss_fn=loss)
@@ -248,7 +248,7 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(
     trainer.create_model_card()
     assert "is met" not in (tmp_path / "README.md").read_text().split("## Load it")[0]
     numbers = isinstance(rows[0]["labels"], float) or make is denoiser
-    profile = trainer.evaluate_layers(batch_size=2, metric="rmse" if numbers else "accuracy")
+    profile = trainer.evaluate_layers(batch_size=4, metric="rmse" if numbers else "accuracy")
     assert not profile.feasible and "met" not in profile.certificate().verdicts
     again = DescentTrainer(
         type(trainer.model).from_pretrained(tmp_path), args, eval_dataset=rows, layer_loss_fn=loss
@@ -290,7 +290,7 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(
 )  # fmt: skip
 def test_a_run_of_one_step_is_not_met(tmp_path, make, rows, problem):
     args = config(
-        tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem
+        tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=4, **problem
     )
     metrics = trained(make(), args, train_dataset=rows, eval_dataset=rows).evaluate()
     assert (

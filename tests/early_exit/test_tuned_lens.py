@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_healing import CASES, predictions
-from tiny import batches, bert, classification_data, language_data
+from tiny.data import batches, classification_data, language_data
+from tiny.models import bert
 from torch import nn
 
 from hf_descent.early_exit import truncate

@@ -1,3 +1,0 @@
-"""Moved to `tiny/files.py`."""
-
-from tiny.files import *  # noqa: F403

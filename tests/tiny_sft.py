@@ -1,3 +1,0 @@
-"""Moved to `tiny/sft.py`."""
-
-from tiny.sft import *  # noqa: F403

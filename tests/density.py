@@ -204,13 +204,14 @@ def main(places: list[Path]) -> None:
         print(row(str(path), measured[path]))
     total = sum(measured.values(), Counter())
     print(row("together", total))
-    rates = ", ".join(f"{kind} {rate(total, kind):.1f} ({limit})" for kind, limit in LIMITS.items())
-    print(f"per 1,000 lines of code (limit): {rates}")
-    print(f"blank lines per line in long functions: {blank_share(total):.3f} ({MIN_BLANK_LINES})")
-    print(f"functions above {MAX_BRANCHES} branches:")
-    for path in files:
-        for name, count in branchy(path).items():
-            print(f"  {path}:{name} {count}")
+    print("\nper 1,000 lines of code:")
+    for kind, limit in LIMITS.items():
+        print(f"  {kind}: {rate(total, kind):.1f} (at most {limit})")
+    least = f"at least {MIN_BLANK_LINES}"
+    print(f"blank lines per line in long functions: {blank_share(total):.3f} ({least})")
+    too_many = [f"{path}:{name} {count}" for path in files for name, count in branchy(path).items()]
+    print(f"functions of more than {MAX_BRANCHES} branches: {len(too_many)} (at most 0)")
+    print(*(f"  {line}" for line in too_many), sep="\n", end="\n" if too_many else "")
 
 
 if __name__ == "__main__":

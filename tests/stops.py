@@ -6,6 +6,9 @@ A function counts once. The model itself, and the hooks within its forward, whic
 none; nor is what makes statistics for the log.
 """
 
+import contextlib
+import io
+import logging
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -72,6 +75,18 @@ class Watch:
         )
 
 
+@contextlib.contextmanager
+def silence():
+    """Within it, training logs and prints nothing."""
+    logging.disable(logging.CRITICAL)
+    nowhere = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def stops_of_a_batch(kind: str, phase: str = "train") -> list[str]:
     """The functions to which the first batch is handed, in the order of their first calls.
 
@@ -79,7 +94,7 @@ def stops_of_a_batch(kind: str, phase: str = "train") -> list[str]:
     """
     make_model, make_data = MODELS[kind]
     rows = make_data()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, silence():
         args = config(folder, max_steps=1)
         trainer = Watched(make_model(), args, train_dataset=rows, eval_dataset=rows)
         getattr(trainer, phase)()
@@ -90,7 +105,7 @@ def main() -> None:
     for kind in MODELS:
         for phase in ("train", "evaluate"):
             stops = stops_of_a_batch(kind, phase)
-            print(f"{kind}, {phase}: {len(stops)} stops", *stops, sep="\n  ")
+            print(f"stops of a batch, {kind}, {phase}: {len(stops)}", *stops, sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ if __name__ == "__main__":
         ("circles of modules", circles(graph)),
         ("circles of folders", circles(folder_graph(graph))),
     ):
-        print(f"{title}: {len(found)}", *found, sep="\n  ")
+        print(f"{title}: {len(found)} (at most 0)", *found, sep="\n  ")
 
     density.main([PACKAGE])
 
@@ -187,5 +187,6 @@ if __name__ == "__main__":
 
     from hf_descent import compat
 
-    print(f"private methods of other trainers that are overridden: {len(compat.OVERRIDDEN)}")
+    print(f"\nprivate methods of other trainers that are overridden: {len(compat.OVERRIDDEN)}")
+    print(*(f"  {name}" for name in compat.OVERRIDDEN), "", sep="\n")
     stops.main()

@@ -138,8 +138,8 @@ class DescentArguments:
         The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
         the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
     target_margin (`float`, *optional*):
-        Training aims below each target by this share, since a constraint in equilibrium is met half of the time. The
-        verdict is on the targets as they are given. Where not given 0.02, for targets alone 0.1.
+        Training aims below each target by this share: once multipliers settle, the loss swings about what training
+        aims at. The verdict is on the targets as they are given. Where not given 0.02, for targets alone 0.1.
 
     > Parameters that control the dual step
 
@@ -162,8 +162,9 @@ class DescentArguments:
     dual_holdout (`float`, *optional*):
         No longer an option, and accepted only as `None`: give the trainer a `dual_dataset`.
     resilience (`float`, *optional*, defaults to `0.0`):
-        Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
-        multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.
+        Resilience coefficient c >= 0. A constraint that cannot be met is relaxed: once training settles, it may be
+        violated by c times its multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps
+        constraints hard.
     resilience_form (`str`, *optional*, defaults to `"weight_decay"`):
         How the relaxation is reached: "weight_decay" of the multipliers (the paper's language runs) or explicit
         "slack" variables (its video runs). Both settle at the same point.
@@ -199,8 +200,8 @@ class DescentArguments:
     readout_token_fraction (`float`, *optional*):
         Share of the labelled tokens, in (0, 1], on which the lower layers of a language model are read. The last layer
         is read on all tokens. Default: 1/10 for a vocabulary of 8192 or more, else 1. In training each layer has
-        tokens of its own, unless constraints compare it with the one before, and a layer without weight has a quarter
-        of them. In evaluations of `eval_strategy` all layers have the same. The losses are unbiased, but penalties
+        tokens of its own, unless constraints compare it with the one before. A layer without weight has a quarter as
+        many. In evaluations of `eval_strategy` all layers have the same. The losses are unbiased, but penalties
         ("hinge", "quadratic") come out too high.
 
     > Parameters that control the noise
@@ -210,7 +211,7 @@ class DescentArguments:
         level, or [low, high] for a level drawn uniformly per sample.
     noise_sigma (`float`, *optional*):
         The standard deviation of the clean signal. Where not given, the model's config has it, if the model was
-        trained before; else it is estimated from 2,048 training rows, and saved in the config.
+        trained before; else it is estimated from 2,048 training examples, and saved in the config.
     eval_gammas (`list[float]`, *optional*):
         Noise levels of `evaluate_robustness`.
     """
@@ -342,8 +343,8 @@ class DescentArguments:
     def _check_dual_step(self) -> None:
         if self.dual_holdout is not None:
             raise ValueError(
-                f"`dual_holdout` is {self.dual_holdout}, which is no longer an option: hold rows out of your training "
-                "data, and give them to the trainer as `dual_dataset=`."
+                f"`dual_holdout` is {self.dual_holdout}, which is no longer an option: hold examples out of your "
+                "training data, and give them to the trainer as `dual_dataset=`."
             )
 
         settings = self.dual_settings

@@ -56,10 +56,10 @@ logger = logging.get_logger(__name__)
 class DescentMixin:
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
-    With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
-    under gradient accumulation or several processes: those are averaged over the items of the whole batch here. As in
-    Trainer, `eval_loss` is then a mean over batches; other objectives average over items. Where you state constraints,
-    evaluations read the layers, too.
+    With `objective="erm"` and no noise, training is Trainer's own, with one exception. A loss that ignores
+    `num_items_in_batch` is averaged over the items of the whole step, also under gradient accumulation and with
+    several processes. `eval_loss` is a mean over batches, as in Trainer; with other objectives it is a mean over
+    items. If you state constraints, evaluations also measure the layers.
 
     Attributes:
         command (`dict`): what defines this training beside the trainer's arguments, in JSON values; kept in
@@ -143,7 +143,8 @@ class DescentMixin:
 
     @property
     def multipliers(self) -> Multipliers | None:
-        """The Lagrange multipliers; `multipliers.values` is `[rows]` ([`DescentProblem`]). `None` before training."""
+        """The Lagrange multipliers; `multipliers.values` has one for each constraint, as [`DescentProblem`] orders
+        them. `None` before training."""
         dual = self._run.dual
         return None if dual is None else dual.multipliers
 
@@ -422,7 +423,7 @@ class DescentMixin:
 
         if not output.num_samples:
             raise ValueError(
-                "The evaluation data has no rows: give some, or set `eval_strategy` to 'no'."
+                "The evaluation data has no examples: give some, or set `eval_strategy` to 'no'."
             )
         self._judge(output.metrics, metric_key_prefix)
         return output
@@ -465,7 +466,7 @@ class DescentMixin:
         return self._readout is None and reads_one_token(unwrapped(self.model))
 
     def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
-        """By the time, what this process has read of the last layer on an evaluation set."""
+        """The earlier losses of the last layer on an evaluation set in this process, by the time of measuring."""
         return self._run.references.of_process(rows, self.args.process_index, self.args.world_size)
 
     def _last_certificate(self):
@@ -783,10 +784,10 @@ class DescentTrainer(DescentMixin, Trainer):
             labels in its micro-batch, so it depends on `gradient_accumulation_steps`. The sum divided by
             `num_items_in_batch` (`reduction="sum"`) does not.
         dual_dataset (*optional*, keyword only):
-            200 or more rows, as `train_dataset` has them after its preparation, that "descent" moves the multipliers
-            on in place of the training rows: constraints are easily met on rows that the weights fit. Once in 8 steps
-            this costs forward passes, without dropout, on as many rows as a step takes. The rows should be in no other
-            part of the data: `dataset.train_test_split(0.05)` makes such parts.
+            200 or more examples, prepared as those of `train_dataset`. "descent" moves the multipliers by their
+            losses, since constraints are easily met on examples that the weights have fitted. Every 8 steps this
+            costs forward passes, without dropout, on as many examples as a step takes. No other part of the data
+            should have these examples: `dataset.train_test_split(0.05)` makes such parts.
 
     ValueError, when the trainer is made or on the first batch of training or evaluation, for a model, a loss or a
     setting with which layers cannot be constrained; TypeError where `layer_loss_fn` returns anything but a
@@ -797,6 +798,6 @@ class DescentTrainer(DescentMixin, Trainer):
     ```python
     trainer = DescentTrainer(model, DescentConfig(output_dir="out"), train_dataset=train, eval_dataset=test)
     trainer.train()
-    trainer.multipliers.values  # [rows], one multiplier per constraint
+    trainer.multipliers.values  # one multiplier per constraint
     ```
     """

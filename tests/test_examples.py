@@ -106,7 +106,7 @@ def test_text_classification_prints_a_verdict_and_a_noise_curve(example):
 def test_early_exit_cuts_what_held_out_rows_allow(example):
     flags = ["--layer", "2", "--excess", "1", "--max_steps", "150", "--learning_rate", "3e-3"]
     printed, folder = example("early_exit", "classifier", "texts", *flags)
-    assert "1 of 1 rows are met" in printed
+    assert "1 of 1 constraints are met" in printed
     assert "layers a sample" in printed
     assert num_layers(folder / "cut") == 2
 
@@ -114,7 +114,7 @@ def test_early_exit_cuts_what_held_out_rows_allow(example):
 def test_early_exit_cuts_nothing_otherwise(example):
     flags = ["--layer", "2", "--max_steps", "2"]
     printed, folder = example("early_exit", "classifier", "texts", *flags)
-    assert "0 of 1 rows are met" in printed
+    assert "0 of 1 constraints are met" in printed
     assert not (folder / "cut").exists()
 
 
@@ -133,7 +133,7 @@ def test_seq2seq_prints_a_verdict(example):
 
 def test_custom_loop_tells_what_is_met(example):
     printed, folder = example("custom_loop", "classifier", "texts")
-    assert "rows are met" in printed
+    assert "constraints are met" in printed
     assert (folder / "model.safetensors").is_file()
 
 

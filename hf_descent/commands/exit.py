@@ -298,13 +298,13 @@ def _language_rows(
 
     searched = min(SEARCH_ROWS, len(rows) // 2)
     if not searched:
-        raise ValueError("There is a single row; give some to choose layers by, and others.")
+        raise ValueError("There is a single example; give some to choose layers by, and others.")
 
     train = None
     if args.heal is not None:
         if data_args.train_file is None:
             raise ValueError(
-                "`heal` needs rows to train on: give a file like that by `train_file`."
+                "`heal` needs data to train on: give a file like that by `train_file`."
             )
         train = read("train_file", data_args.train_file, data_args.max_train_samples)
     return HeldOutRows(rows[:searched], rows[searched:], settings, train)

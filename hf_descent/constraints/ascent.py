@@ -22,7 +22,7 @@ class DualAscent:
         args (`DescentArguments`): the checked arguments.
         num_layers (`int`): number of layers L.
         num_rows (`int`): number of multipliers.
-        steps_per_reading (`int`): optimizer steps from one reading of the losses to the next.
+        steps_per_reading (`int`): optimizer steps from one call of `observe` to the next.
 
     Attributes:
         multipliers ([`Multipliers`]): one for each row of the problem.
@@ -43,7 +43,7 @@ class DualAscent:
         self._steps_per_reading = steps_per_reading
 
     def observe(self, layer_losses: np.ndarray) -> None:
-        """Take in a reading `[L]`, without a step of the multipliers."""
+        """Take in losses `[L]`, without a step of the multipliers."""
         self.averages.add(layer_losses)
         if self.guard is not None:
             self.guard.observe(layer_losses[-1].item())
@@ -53,7 +53,7 @@ class DualAscent:
         self.warmup_losses = self.averages.means
 
     def ascend(self, violations: np.ndarray) -> None:
-        """Move the multipliers by the violations `[rows]` of a reading, as many steps as it stands for."""
+        """Move the multipliers by violations `[rows]`, as many steps as they stand for."""
         share = 1.0
         shrinks = False
         if self.guard is not None:

@@ -12,35 +12,36 @@ class LossAverages:
 
     Args:
         num_layers (`int`): number of layers L.
-        steps_per_reading (`int`): optimizer steps from one reading of the losses to the next.
+        steps_per_reading (`int`): optimizer steps from one call of `add` to the next.
     """
 
     def __init__(self, num_layers: int, steps_per_reading: int):
         self._steps_per_reading = steps_per_reading
-        # Of the layer losses, of 1, and of f_L^2, [layers + 2]. The second makes up for the start at zero.
+        # Decaying sums [layers + 2] of the layer losses, of 1 and of f_L^2. Divided by that of 1, the sums are means
+        # from the first step on.
         self._sums: np.ndarray = np.zeros(num_layers + 2, dtype=np.float32)
 
     def add(self, layer_losses: np.ndarray) -> None:
-        """Take in a reading `[L]`, which stands for all steps since the one before."""
+        """Take in losses `[L]`, which stand for all steps since the last call."""
         reading = np.array([*layer_losses, 1.0, layer_losses[-1] ** 2], dtype=np.float32)
         decay = AVERAGE_DECAY**self._steps_per_reading
         self._sums += (1 - decay) * (reading - self._sums)
 
     @property
     def weight(self) -> float:
-        """0 before the first reading; approaches 1."""
+        """0 before the first losses; approaches 1."""
         return self._sums[-2].item()
 
     @property
     def means(self) -> np.ndarray:
-        """The averages `[L]`; not numbers before the first reading."""
+        """The averages `[L]`; not numbers before the first losses."""
         if self.weight == 0:
             return np.full_like(self._sums[:-2], np.nan)
         return self._sums[:-2] / self._sums[-2]
 
     @property
     def last_loss(self) -> float | None:
-        """The average of f_L; `None` before the first reading."""
+        """The average of f_L; `None` before the first losses."""
         if self.weight == 0:
             return None
         return self._sums[-3].item() / self.weight

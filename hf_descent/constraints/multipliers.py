@@ -56,7 +56,8 @@ class Multipliers:
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
     SHRINKAGE = 0.2  # the share by which a step shrinks multipliers that have to
-    BOUND, DAMPING = 0.05, 200.0  # of "pi": the violation above which it is all the same, and K
+    # Of "pi": violations count as at most BOUND, and DAMPING is K.
+    BOUND, DAMPING = 0.05, 200.0
     _TENSORS = (
         "values",
         "slacks",
@@ -93,7 +94,7 @@ class Multipliers:
         self.optim = optim
         self.resilience = resilience
         self.uses_slacks = resilience_form == "slack" and resilience > 0
-        # Plain steps of 2 c or more jump over the point of rest, c lambda, for ever.
+        # With sgd the slack diverges if eta_u >= 2 c.
         jumps = optim == "sgd" and slack_learning_rate >= 2 * resilience
         self.slack_learning_rate = resilience if jumps else slack_learning_rate
         self.maximum = maximum

@@ -259,8 +259,8 @@ class DescentProblem:
         Args:
             layer_losses (tensor or array of shape `[L]`): f.
             level (`float`, *optional*): the f_L that line and steps constraints lead to; by default that of f.
-            margin (`float`): exits and bounds ask for a loss that is lower by this share; exits for none below f_L,
-                which no layer needs to reach: their multipliers would grow for ever.
+            margin (`float`): lowers what targets ask by this share. An exit never asks for less than f_L, since an
+                unreachable target lets its multiplier grow without end.
             detach (`bool`): whether the references of descent and steps constraints are constants in the gradient as
                 well.
         """
@@ -334,8 +334,8 @@ class DescentProblem:
         return self.violations(layer_losses)[self._index].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether the constraints are met, by their tolerances or `tol`, with their layers and f_L not at chance;
-        estimated."""
+        """Whether the constraints are met, by their tolerances or `tol`, with their layers and f_L not at chance. A
+        point estimate: no confidence interval."""
         beyond, learned = self.excess(layer_losses)
         if tol is not None:
             beyond = self.violations(layer_losses)[self._index] - tol

@@ -35,8 +35,8 @@ class DualReports:
 
     Args:
         dual (`DualState`): what is reported on.
-        steps_per_reading (`int`): optimizer steps from one reading of the losses that move the multipliers to the
-            next.
+        steps_per_reading (`int`): optimizer steps from one measurement of the losses that move the multipliers to
+            the next.
     """
 
     def __init__(self, dual: "DualState", steps_per_reading: int):
@@ -135,7 +135,7 @@ class DualReports:
         losses = torch.from_numpy(rows.mean(0))  # [layers]
         at_chance = AT_CHANCE * problem.chance
         has_learned = is_below(rows[:, -1], at_chance)
-        data = "training batches" if dual.held_out is None else "readings of held-out rows"
+        data = "training batches" if dual.held_out is None else "batches of held-out examples"
         steps = f"On the last {len(rows)} {data}"
         table = self._table(ascent, losses, has_learned)
 
@@ -181,7 +181,7 @@ class DualReports:
 
         share = problem.descent_share(torch.from_numpy(ascent.warmup_losses))
         if share is not None:
-            lines.append(f"descent share after warm-up, of plain training: {share:.2f}")
+            lines.append(f"descent share at the end of warm-up (no constraints yet): {share:.2f}")
         return "\n".join(lines)
 
     def _ways_to_ask_less(self) -> str:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..training.holdout import HeldOutRows
 
 
-# Steps from one reading of held-out rows to the next, which costs a third of one: some 4 %.
+# Optimizer steps between two measurements on held-out examples. One costs about a third of a step; every 8 steps that
+# is some 4 %.
 DUAL_EVERY = 8
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
@@ -160,8 +161,8 @@ class DualState:
         """What follows an optimizer step: its layer losses are logged, and the dual step is taken on them or, every
         `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads.
 
-        `sums` `[L + 1]` are sums of the layer losses, and what to divide them by. Losses that are not finite, or are
-        divided by 0, do not count.
+        `sums` `[L + 1]` are the sums of the layer losses, and at the end the number to divide them by. The step does
+        not count if this number is 0 or a loss is not finite.
         """
         self.settled()
         held_out = None

@@ -151,7 +151,7 @@ class HealingTrainer(Trainer):
         settings.setdefault("batch_size", self.args.per_device_eval_batch_size)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise ValueError("There is no `eval_dataset`; give rows that were not trained on.")
+            raise ValueError("There is no `eval_dataset`; give data that was not trained on.")
         return layer_set_profile(
             self.whole_model,
             dataset,
@@ -180,7 +180,7 @@ class HealingTrainer(Trainer):
         self._reader = PredictionReader.probe(self.model, inputs, self.label_names)
         if self.token_fraction < 1 and not self._reader.reads_heads:
             raise ValueError(
-                f"`token_fraction` is {self.token_fraction}; {type(self.model).__name__} is read on all rows: use 1."
+                f"`token_fraction` is {self.token_fraction}; {type(self.model).__name__} is read on all data: use 1."
             )
 
     def _token_losses(self, whole, short, inputs) -> tuple[torch.Tensor, int]:

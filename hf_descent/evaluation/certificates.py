@@ -4,7 +4,7 @@ It assumes independent examples of the distribution that you care about. None of
 chosen it. The verdict is about the layer losses of one model; it does not claim the constants of the paper's theorems,
 which cannot be measured.
 
-A constraint is also called a row of the problem. A row of the data is called an example where both occur.
+In code a constraint is also called a row of the problem. A row of the data is called an example where both occur.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +30,20 @@ from .scoring import Result, format_table
 MET = "met"
 NOT_MET = "not met"
 NOT_SHOWN = "not shown"
-ALSO_SELECTED = "Training was fitted to some of these rows, or has chosen its checkpoint by them: judge by others."
+ALSO_SELECTED = (
+    "Training used some of these examples, or has chosen its checkpoint by them: judge by others."
+)
 
 
 @dataclass
 class Certificate(Result):
-    """The verdict: what each row of a problem asked for and what was reached; layer l at index l-1, rows in the
+    """The verdict: what each constraint asked for and what was reached; layer l at index l-1, constraints in the
     problem's order.
 
     Attributes:
         losses (float64 `[L]`): f_l.
-        rows (`list[str]`): names of the rows; those of layers without a constraint are left out.
-        asked (float64 `[rows]`): the loss that each row asks its layer to be below.
+        rows (`list[str]`): names of the constraints.
+        asked (float64 `[rows]`): the loss that each constraint asks its layer to be below.
         reached (float64 `[rows]`): the loss of that layer.
         tolerances (float64 `[rows]`): by how much it may be missed.
         radii (float64 `[rows]`): from `reached - asked - tolerances` to the upper end of its (paired) interval; not a
@@ -49,25 +51,25 @@ class Certificate(Result):
         verdicts (`list[str]`): "met" where this interval lies below 0, and the intervals of the layer's loss and of
             f_L show that neither is at chance. "not met" where this interval lies above 0, or the layer is shown to be
             at chance. Else "not shown".
-        feasible (`bool`): whether every row is met; as sure as that of each row is (an intersection-union test).
+        feasible (`bool`): whether every constraint is met; as sure as each of them is (an intersection-union test).
         has_learned (`bool`): whether the constrained layers and the last are shown not to be at chance.
         max_violation (`float`): the largest violation, in units of the loss.
-        shortfall (`float`): the share of the way from chance to what its row asks that the worst layer may still miss,
-            by the upper end of its interval; 0 where every row is within its tolerance.
+        shortfall (`float`): the share of the way from chance to what is asked that the worst layer may still miss, by
+            the upper end of its interval; 0 where every constraint is within its tolerance.
         descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
         gamma (`float`): noise level of the input.
-        confidence (`float`): of each interval, which has two sides: half of the rest is on the one that meets a row.
-        multipliers (`list[float]`, *optional*): of each row, in the training.
-        warmup_share (`float`, *optional*): the descent share after warm-up, on the rows that move the multipliers.
-        items (`int`, *optional*): labelled rows, tokens or numbers of the data.
-        also_selected (`bool`): whether training is known to have fitted rows of this data, or may have chosen its
-            checkpoint or settings by it: the confidence is then less than it says.
+        confidence (`float`): of each interval, which has two sides: half of the rest is on the one that is met.
+        multipliers (`list[float]`, *optional*): of each constraint, in the training.
+        warmup_share (`float`, *optional*): the descent share after warm-up, on the data that move the multipliers.
+        items (`int`, *optional*): labelled examples, tokens or numbers of the data.
+        also_selected (`bool`): whether training is known to have used some of these examples, or may have chosen its
+            checkpoint or settings by them: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
-        reasons (`list[str]`, *optional*): why each row is not met, in words; empty where it is.
-        examples (`int`, *optional*): the independent parts of the data that the intervals are made of: its rows, of
-            packed texts documents.
-        whole_batches (`int`): how many of these are whole batches, whose loss cannot be told by row.
+        reasons (`list[str]`, *optional*): why each constraint is not met, in words; empty where it is.
+        examples (`int`, *optional*): the independent parts of the data that the intervals are made of; of packed texts
+            documents.
+        whole_batches (`int`): how many of these are whole batches, of which no loss of a single example is known.
         price ([`~evaluation.price.Price`], *optional*): f_L beside what it was before, and beside plain training.
     """
 
@@ -104,7 +106,7 @@ class Certificate(Result):
 
     @property
     def outcome(self) -> str:
-        """Whether all rows are met, in a word: "met", "not met" or "not shown"."""
+        """Whether all constraints are met, in a word: "met", "not met" or "not shown"."""
         if self.feasible:
             return MET
         if NOT_MET in self.verdicts:
@@ -128,8 +130,8 @@ class Certificate(Result):
             lines.insert(0, f"{self.price}.")
         if self.whole_batches:
             lines.append(
-                f"The loss cannot be told by row in {self.whole_batches} batches, each of which counts as one row: "
-                "the intervals are wider than they need be."
+                f"In {self.whole_batches} batches the loss of a single example is not known. Each counts as one "
+                "example, so the intervals are wider than they need be."
             )
         if self.also_selected:
             lines.append(ALSO_SELECTED)
@@ -138,7 +140,7 @@ class Certificate(Result):
     def _table(self) -> list[list[str]]:
         """The rows of the table; columns that say nothing are left out."""
         columns = {
-            "row": self.rows,
+            "constraint": self.rows,
             "asked": [f"{loss:.4g}" for loss in self.asked],
             "reached": [f"{loss:.4g}" for loss in self.reached],
             f"+- ({100 * self.confidence:.6g}%)": [f"{error:.2g}" for error in self.radii],
@@ -157,7 +159,7 @@ class Certificate(Result):
         return [list(columns), *map(list, zip(*columns.values()))]
 
     def _summary(self) -> str:
-        summary = f"{self.verdicts.count(MET)} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
+        summary = f"{self.verdicts.count(MET)} of {len(self.rows)} constraints are met; f_L = {self.losses[-1]:.4g}"
         if self.items is not None:
             summary += f" over {self.items} items"
         if self.examples not in (None, self.items):

@@ -183,8 +183,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
     if first.curve.parts is None or len(first.curve.parts) < 2:
         raise ValueError(
-            f"{first.folder} was evaluated on too few rows to compare, or by an earlier version; run `hf-descent "
-            "evaluate` on all runs again, with more rows."
+            f"{first.folder} was evaluated on too few examples to compare, or by an earlier version; run `hf-descent "
+            "evaluate` on all runs again, with more examples."
         )
 
 

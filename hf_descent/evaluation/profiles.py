@@ -51,7 +51,7 @@ class LayerProfile(Result):
         facts (`dict`): what a verdict on `problem` says of the training, see [`certify`].
         row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
             the source of the intervals of the loss and of the verdict.
-        whole_batches (`int`): how many of these rows are whole batches, whose loss cannot be told by row.
+        whole_batches (`int`): how many of these rows are whole batches, of which no loss of a single one is known.
         references (`list`): f_L at earlier times of the run, see [`certify`].
         batch_size (`int`, *optional*): of the batches that `data` tells of.
     """
@@ -87,7 +87,7 @@ class LayerProfile(Result):
         return f"_gamma_{self.gamma:g}" if self.gamma else ""
 
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
-        """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`], in place
+        """The verdict: what each constraint asked, and whether it is met; `facts` as for [`certify`], in place
         of the profile's. ValueError without a problem."""
         if self.problem is None:
             raise ValueError(
@@ -115,7 +115,7 @@ class LayerProfile(Result):
 
     @property
     def feasible(self) -> bool | None:
-        """Whether every row of the problem is met with confidence; `None` without a problem."""
+        """Whether every constraint is met with confidence; `None` without a problem."""
         return None if self.problem is None else self.certificate().feasible
 
     @property

@@ -31,8 +31,8 @@ def show_messages(args: TrainingArguments) -> None:
         logger.addHandler(logging.StreamHandler())
 
 
-# Stands for the copy of the multipliers in trainer_state.json, which no callback has saved: without a callback of that
-# name, `restore_callback_states_from_checkpoint=True` warns of it.
+# trainer_state.json has a copy of the multipliers among the states of callbacks. With
+# `restore_callback_states_from_checkpoint=True` Trainer looks for a callback of that name, and warns if there is none.
 ReadableState = type(READABLE_STATE, (TrainerCallback,), {})
 
 

@@ -68,7 +68,9 @@ def _check_loss_method(loss_method) -> None:
 def _check_evaluation_sets(trainer: Trainer) -> None:
     for name, rows in evaluation_sets(trainer.eval_dataset).items():
         if has_length(rows) and not len(rows):
-            raise ValueError(f"`{name}` has no rows to evaluate on: give some, or leave it out.")
+            raise ValueError(
+                f"`{name}` has no examples to evaluate on: give some, or leave it out."
+            )
 
 
 def _check_fine_tuning(trainer: Trainer) -> None:

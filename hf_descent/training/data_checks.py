@@ -20,7 +20,7 @@ def check_data(trainer: Trainer, readout, dual_dataset) -> None:
     """ValueError where training could learn nothing from the rows or their labels, or parts of the data share rows."""
     rows = trainer.train_dataset
     if rows is not None and has_length(rows) and not len(rows):
-        raise ValueError("`train_dataset` has no rows: check the filters that it went through.")
+        raise ValueError("`train_dataset` has no examples: check the filters that it went through.")
     # Other collators, losses and readouts may make classes of any labels.
     is_stock = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
     if is_stock and trainer.compute_loss_func is None and readout is None:

@@ -44,8 +44,8 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
 
     if loader.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         logger.warning_once(
-            "Some rows of the last evaluation batch may count twice. Several processes fill it up with rows that they "
-            "repeat, and these cannot be recognised in a stream that each process reads (`dispatch_batches=False`), "
+            "Some examples of the last evaluation batch may count twice. Several processes fill it up with repeated "
+            "ones, and these cannot be recognised in a stream that each process reads (`dispatch_batches=False`), "
             "nor in batches without padding."
         )
         return None

@@ -31,14 +31,16 @@ def check_dual_dataset(trainer: Trainer, dual_dataset) -> None:
     of the data, too."""
     if not has_length(dual_dataset):
         raise ValueError(
-            f"`dual_dataset` has no known number of rows; give {LEAST_ROWS} or more, in a dataset with a length."
+            f"`dual_dataset` has no known number of examples; give {LEAST_ROWS} or more, in a dataset with a length."
         )
     if len(dual_dataset) < LEAST_ROWS:
-        raise ValueError(f"`dual_dataset` has {len(dual_dataset)} rows; give {LEAST_ROWS} or more.")
+        raise ValueError(
+            f"`dual_dataset` has {len(dual_dataset)} examples; give {LEAST_ROWS} or more."
+        )
     parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer.eval_dataset)}
     for name, rows in parts.items():
         if share_rows(dual_dataset, rows):
-            raise ValueError(f"`dual_dataset` has rows of `{name}`: give others.")
+            raise ValueError(f"`dual_dataset` has examples of `{name}`: give others.")
 
 
 def rows_known_to_training(
@@ -75,7 +77,9 @@ class HeldOutRows:
         self.count = len(rows)
         # Drops columns that the model does not take, as in training.
         self._collate = trainer.get_test_dataloader(rows).collate_fn
-        logger.info(f"The multipliers move on {self.count} rows that are held out of training.")
+        logger.info(
+            f"The multipliers move by the losses of {self.count} examples that are held out of training."
+        )
 
     def layer_losses(self, layers: LayerLosses, turn: int) -> torch.Tensor:
         """Layer losses `[L]` of as many rows as an optimizer step takes, over all processes; NaN where none counts.

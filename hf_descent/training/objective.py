@@ -107,7 +107,8 @@ class DescentObjective:
         seed (`int`): of the draw of tokens, see `readout_token_fraction`.
 
     Attributes:
-        problem, multipliers: the [`DescentProblem`] and its [`Multipliers`], `multipliers.values` `[rows]`.
+        problem, multipliers: the [`DescentProblem`] and its [`Multipliers`], `multipliers.values` has one
+            for each constraint.
         global_step (`int`): optimizer steps so far.
 
     Example:
@@ -121,7 +122,7 @@ class DescentObjective:
             optimizer.step()
             optimizer.zero_grad()
             objective.step()
-    print(layer_profile(model, held_out, problem=objective.problem).certificate())  # of rows that were not trained on
+    print(layer_profile(model, held_out, problem=objective.problem).certificate())  # on held-out data
     ```
     """
 
@@ -192,8 +193,8 @@ class DescentObjective:
     ) -> torch.Tensor:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
 
-        With `items`, from `count`, the objectives of an optimizer step add up to that of all its rows: do not divide
-        them (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
+        With `items`, from `count`, the objectives of an optimizer step add up to that of the step: do not divide them
+        (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
         way gradients are to be averaged over processes, as DDP does.
         """
         if not self._objective.layers.readout.fits(unwrapped(model)):
@@ -214,8 +215,8 @@ class DescentObjective:
     def step(self, skipped: bool = False) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step.
 
-        The losses do not count where that was `skipped`: a gradient scaler's `get_scale()` fell. Of fused optimizers
-        accelerate's flag does not tell.
+        Say that the optimizer's step was `skipped` if the gradient scaler's `get_scale()` fell: then the losses do not
+        count. Accelerate's own flag does not see it where a fused optimizer skips.
         """
         self._objective.dual_step(self._step, skipped)
         self._begin(self._step.number + 1)

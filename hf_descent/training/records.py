@@ -45,8 +45,8 @@ class StepTotals:
     # The items of the step, over micro-batches and processes, a scalar; `None` where they were not counted.
     items: torch.Tensor | None = None
     processes: int = 1  # whose gradients are averaged
-    # [layers + 1]: this process's part of f_1..f_L, then the sum of its shares. Over all processes the shares add up
-    # to 1 or, without `items`, to the number of micro-batches with labels.
+    # [layers + 1]: the sums of this process's f_1..f_L, then that of its shares. Over all processes the shares add up
+    # to 1 if `items` are known, else to the number of micro-batches with labels.
     sums: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # that were read so far
@@ -97,7 +97,7 @@ def items_of_step(
     if counts:
         return reduced(accelerator, sum(counts))
 
-    # The processes that have labels wait for the count of this one.
+    # This process has no labels. The others wait for its count in their all-reduce, so it adds zero.
     reduced(accelerator, torch.zeros((), dtype=torch.int64, device=accelerator.device))
     return None
 

@@ -353,14 +353,14 @@ def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, cap
     assert metrics["eval_descent_share"] == pytest.approx(expected, rel=1e-4) and expected > 0.5
     assert "too few for a verdict" in caplog.text
     assert (
-        f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} rows are met; f_L"
+        f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} constraints are met; f_L"
         in caplog.text
     )
     profiles = [trainer.evaluate_layers(part, batch_size=8) for part in (rows, rows[:3])]
     assert [profile.feasible for profile in profiles] == [True, False]
     assert [set(profile.certificate().verdicts) for profile in profiles] == [{"met"}, {"not shown"}]
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="no examples"):
         trainer.evaluate([])
     for empty in ([], {"some": rows, "none": []}):
-        with pytest.raises(ValueError, match="`(eval_dataset|none)` has no rows"):
+        with pytest.raises(ValueError, match="`(eval_dataset|none)` has no examples"):
             DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=empty)

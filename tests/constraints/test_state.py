@@ -222,7 +222,7 @@ def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
         steps = [step for step in range(first, 400) if not held_out or step % 8 == 0]
         reached = losses[steps].mean(0)[1].item()
         assert state.report()["train_max_violation"] == pytest.approx(reached - 0.5, rel=1e-5)
-        data = "readings of held-out rows" if held_out else "training batches"
+        data = "batches of held-out examples" if held_out else "training batches"
         is_too_few = len(steps) <= 5  # to say that f_L is below chance
         told = "f_L is not clearly below chance" if is_too_few else "NOT every constraint"
         assert f"On the last {len(steps)} {data} {told}" in caplog.text

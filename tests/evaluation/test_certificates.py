@@ -44,7 +44,9 @@ def test_radii_pair_the_layers_over_the_data():
     assert verdict.radii[1] < 0.5 * verdict.radii[0]  # what both layers share cancels
     assert verdict.verdicts == ["met", "met"] and verdict.feasible
     assert verdict.reasons == ["", ""] and "reason" not in str(verdict)
-    assert "2 of 2 rows are met" in str(verdict) and "400 items of 40 examples" in str(verdict)
+    assert "2 of 2 constraints are met" in str(verdict) and "400 items of 40 examples" in str(
+        verdict
+    )
 
 
 def test_means_are_over_items_and_rows_of_several_items_count_as_one():
@@ -231,7 +233,9 @@ def test_unconstrained_layers_are_left_out_and_too_little_data_shows_nothing():
 
 def test_whole_batches_are_told():
     losses = 0.1 * np.random.default_rng(3).random((30, 2))
-    assert "30 batches, each of which" in str(judged(PROBLEM, losses, whole_batches=30))
+    assert "In 30 batches the loss of a single example" in str(
+        judged(PROBLEM, losses, whole_batches=30)
+    )
     assert "batches" not in str(judged(PROBLEM, losses))
 
 

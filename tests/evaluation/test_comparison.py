@@ -208,7 +208,7 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
         ValueError, match="holds no noise_curve.json of its last training; run `hf-descent evaluate"
     ):
         compare([str(tmp_path), folders[0]])
-    with pytest.raises(ValueError, match="too few rows"):
+    with pytest.raises(ValueError, match="too few examples"):
         compare(
             [
                 save_run(tmp_path / name, make_run([0.5], objective=name))

@@ -122,7 +122,7 @@ def test_rows_without_any_label_are_called_so(tmp_path, caplog):
 
 def test_training_on_no_rows_is_refused(tmp_path):
     for rows in ([], Dataset.from_list(DATA).filter(lambda row: False)):
-        with pytest.raises(ValueError, match="`train_dataset` has no rows"):
+        with pytest.raises(ValueError, match="`train_dataset` has no examples"):
             fit(tmp_path, bert(), rows)
 
 

@@ -319,7 +319,10 @@ def test_the_example_runs_and_training_draws_as_if_nothing_had_been_measured(cap
 
     exec(code, given)
 
-    assert given["objective"].global_step == 32 and "of 2 rows are met" in capsys.readouterr().out
+    assert (
+        given["objective"].global_step == 32
+        and "of 2 constraints are met" in capsys.readouterr().out
+    )
 
 
 def test_a_batch_without_labels_is_refused():

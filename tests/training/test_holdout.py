@@ -271,11 +271,11 @@ def test_a_card_tells_the_parts_of_the_data(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "told"), [
-    (DATA, "has rows of `train_dataset`"),
-    (DATA[:200], "has rows of `train_dataset`"),
-    (Subset(DATA, range(200)), "has rows of `train_dataset`"),
-    (FRESH, "has rows of `second`"),
-    (HELD_OUT[:199], "has 199 rows"),
+    (DATA, "has examples of `train_dataset`"),
+    (DATA[:200], "has examples of `train_dataset`"),
+    (Subset(DATA, range(200)), "has examples of `train_dataset`"),
+    (FRESH, "has examples of `second`"),
+    (HELD_OUT[:199], "has 199 examples"),
     (Stream(iter(DATA)), "has no known number"),
 ])  # fmt: skip
 def test_rows_that_cannot_move_the_multipliers_are_refused(tmp_path, rows, told):

@@ -27,13 +27,7 @@ from ..constraints.state import DualState
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser
 from ..data.splits import check_arguments
-from ..data.text import (
-    DataArguments,
-    align_classes,
-    load_text_classification,
-    most_tokens,
-    tokenize,
-)
+from ..data.text import DataArguments, load_for_model
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import LayerProfile, layer_profiles, noise_curve
 from ..evaluation.intervals import check_confidence
@@ -95,12 +89,9 @@ def classification_task(name: str, args: DataArguments) -> Task:
     """Accuracy of a text classifier."""
     tokenizer = load_tokenizer(name)
     model = load_model(name)
-    texts = align_classes(load_text_classification(args), model.config.id2label)
-    limit = most_tokens(tokenizer, model, args.max_seq_length)
-    split, also_selected = _held_out(texts, name, args)
-
-    rows = tokenize(texts, tokenizer, limit)[split]
-    return Task(model, rows, also_selected, {"processing_class": tokenizer})
+    splits = load_for_model(args, tokenizer, model)
+    split, also_selected = _held_out(splits, name, args)
+    return Task(model, splits[split], also_selected, {"processing_class": tokenizer})
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:

@@ -12,13 +12,7 @@ from ..data.alpaca import completion_labels, read_instructions
 from ..data.images import ImageCollator, load_image_classification
 from ..data.reading import load_file
 from ..data.splits import check_texts
-from ..data.text import (
-    DataArguments,
-    align_classes,
-    load_text_classification,
-    most_tokens,
-    tokenize,
-)
+from ..data.text import DataArguments, align_classes, load_for_model
 from ..loading import (
     best_device,
     load_image_processor,
@@ -75,11 +69,7 @@ def classifier_rows(
         settings = {"data_collator": collator, "remove_unused_columns": False}
     else:
         tokenizer = load_tokenizer(name)
-        dataset = load_text_classification(data_args)
-        if not trains:  # all that is left for the training rows to do is to name the columns
-            dataset["train"] = dataset["train"].select([0])
-        limit = most_tokens(tokenizer, model, data_args.max_seq_length)
-        dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
+        dataset = load_for_model(data_args, tokenizer, model, with_training=trains)
         settings = {"processing_class": tokenizer}
     _warn_of_training_rows(name, data_args)
 

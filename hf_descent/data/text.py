@@ -75,6 +75,21 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
     return hold_out(class_labels(kept, args.label_column, left_out), args)
 
 
+def load_for_model(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    with_training: bool = False,
+) -> DatasetDict:
+    """The splits of [`load_text_classification`] as tokens, with the classes of a trained model. Of the training rows
+    there is one alone, which names the columns, unless they are asked for."""
+    dataset = load_text_classification(args)
+    if not with_training:
+        dataset["train"] = dataset["train"].select([0])
+    limit = most_tokens(tokenizer, model, args.max_seq_length)
+    return tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
+
+
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
     """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case;
     ValueError where the data has a class that the model has not.

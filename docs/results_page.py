@@ -748,6 +748,7 @@ SPECIFICATIONS = {  # seeds, arms and most runs of each task
 ONE_MODEL_ARMS = ("ours", "fixed", "deep_supervision", "sorted")
 RIVALS = {
     "denoiser_one": (*ONE_MODEL_ARMS, "cut_first", "cut_first_longer"),
+    "denoiser_two": (*ONE_MODEL_ARMS, "cut_first"),
     "minilm_one": ("ours", "fixed", "deep_supervision"),
 }
 MOST_EXITS = 2  # of what is asked

@@ -1,5 +1,6 @@
 """The benchmarks run at toy size and time every arm."""
 
+import argparse
 import json
 import math
 import os
@@ -32,6 +33,15 @@ def test_a_benchmark_times_every_arm(name, tmp_path):
     runs = {arm: runs[0]["steps"] for arm, runs in found.get("runs", {}).items()}
     arms = runs or found.get("wall") or found["seconds"]
     assert len(arms) >= 2 and all(len(values) >= 2 for values in arms.values())
+
+
+@pytest.mark.parametrize(("arm", "depth"), [("cut first, same compute", 3), ("sorted", 5)])
+def test_an_arm_of_the_controlled_comparison_trains_a_model_of_its_depth(arm, depth):
+    options = argparse.Namespace(smoke=True)
+    settings = controlled.arms("photos")[arm]
+    result = controlled.denoise("photos", options, settings, 1e-3, 0)
+    assert len(result["select"]) == len(result["test"]["losses"]) == depth
+    assert "cut_to" in settings or depth == 5  # the arm stays as it is for the next run
 
 
 @pytest.mark.parametrize(

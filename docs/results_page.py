@@ -401,7 +401,7 @@ def exits() -> str:
             cells += [f"{met} of {len(found)}", str(sum(map(len, found)))]
         rows.append([MODELS[task.split("_")[0]], asked_of(task), *cells])
     header = [
-        "model", "asked", "constrained: seeds that met it", "its runs", "fixed weights: seeds that met it", "its runs",
+        "model", "asked", "constrained: seeds met", "runs", "fixed weights: seeds met", "runs",
     ]  # fmt: skip
     return markdown(header, rows)
 
@@ -484,7 +484,7 @@ def price() -> str:
         ]
         rows.append([f"{MODELS[kind]} ({METRICS[kind]})", f"{rise:+.1f} %", *values])
     header = [
-        "model (metric)", "last layer's loss", "layer 3, plain", "layer 3, constrained",
+        "model (metric)", "change of last loss", "layer 3, plain", "layer 3, constrained",
         "last layer, plain", "last layer, constrained",
     ]  # fmt: skip
     return markdown(header, rows)
@@ -764,7 +764,7 @@ SEEDS_TO_HOLD = tuple(range(3, 8))
 STEPS = {
     "step of a classifier, CPU": ("classifier_step.json", "descent", "stock Trainer"),
     "step of a language model, CPU": ("lm_step.json", "subsampled", "erm"),
-    "the same, all tokens read at every layer": ("lm_step.json", "exact", "erm"),
+    "the same, `readout_token_fraction=1`": ("lm_step.json", "exact", "erm"),
     "step of a denoiser, CPU": ("denoiser_step.json", "descent+noise", "erm+noise"),
     "evaluation of all layers, language model, CPU": (
         "evaluation.json",

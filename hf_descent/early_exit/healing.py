@@ -31,8 +31,8 @@ class HealingTrainer(Trainer):
 
     The loss is the KL divergence from the whole model's predictions to the shorter one's, a mean over the labelled
     rows or tokens; of models that predict numbers it is their squared difference. Labels only say what is read.
-    `trainer.model` is the shorter model, an ordinary checkpoint for `from_pretrained`. `evaluate()` gives the same
-    loss on other rows; `evaluate_layers()` compares both models by the loss of their task.
+    `trainer.model` is the shorter model, of the class of `model`. `evaluate()` gives the same loss on other rows;
+    `evaluate_layers()` compares both models by the loss of their task.
 
     Args:
         model (`PreTrainedModel`): the whole model, which is left as it is. Merge a PEFT model first.

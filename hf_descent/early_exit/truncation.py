@@ -1,4 +1,7 @@
-"""Some of a model's layers as a model of its own: an ordinary checkpoint, exact, for plain `from_pretrained`."""
+"""Some of a model's layers as a model of its own: exact, and a checkpoint of the model's own class.
+
+A class of this package, as after `readout="mean"`, needs `import hf_descent.models` before `from_pretrained`.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence

@@ -15,12 +15,12 @@ import yaml
 # What `--help` of a command that trains says of its arguments; it leaves out the others.
 SHORT_HELP = {
     "objective": "descent, erm (plain training), deep_supervision, layerskip, ...",
-    "descent_alpha": "shape of the descent: line, steps, or the paper's number",
-    "exit_targets": "'{3: 0.05}': layer 3 may have 5 %% more loss",
+    "descent_alpha": "line, steps, or a number (the paper's alpha)",
+    "exit_targets": "'{3: 0.05}': layer 3 may have 5 %% more loss than the last layer",
     "loss_targets": "'{3: 0.4}': layer 3 may have a loss of 0.4",
     "descent_strength": "share of an even descent to ask for, from 0 to 1",
     "constrained_layers": "the layers to constrain",
-    "max_last_layer_rise": "by what share the last layer's loss may rise",
+    "max_last_layer_rise": "rise of f_L above its best in this run, where constraints give way",
     "dual_learning_rate": "how fast layers that fall short gain weight",
     "readout_token_fraction": "share of the tokens to read at every layer",
     "noise_gamma": "noise on the inputs in training",
@@ -44,6 +44,7 @@ SHORT_HELP = {
     "test_file": "rows for the verdict after training",
     "text_column": "column of the text",
     "label_column": "column of the class",
+    "max_train_samples": "train on at most so many rows",
     "max_eval_samples": "evaluate on at most so many rows",
     "max_seq_length": "tokens to keep of a text",
     "output_dir": "folder of the run",

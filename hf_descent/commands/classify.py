@@ -24,7 +24,7 @@ from .training import OutputArguments, report, resume_choice, train_and_report
 
 @dataclass
 class ModelArguments(OutputArguments):
-    """Which model, how its layers are read out, and whether it is adapted by LoRA."""
+    """The model, how its layers are read out, and whether it is trained plainly, too."""
 
     model_name_or_path: str = HfArg(help="Model on the Hub or in a local folder.")
     pooling: Literal["head", "cls_linear", "mean_linear"] = HfArg(

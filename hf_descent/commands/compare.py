@@ -18,7 +18,7 @@ def run(args: argparse.Namespace):
     for pair in pairs:
         level = f" at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
         print(f"Layers of both runs{level}\n{pair}\n")
-    if pairs and not has_curve(runs):
+    if pairs and not have_curves(runs):
         print(next_step("evaluate RUN", "measures a run under noise, which `compare` then tests"))
         return
     comparison = compare(runs, args.baseline, args.confidence)
@@ -48,8 +48,9 @@ def folders_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[str]:
     return [folder for group in groups for folder in group]
 
 
-def has_curve(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> bool:
-    return any(RunFolder(folder).fresh("noise_curve.json") for folder in folders_of(runs))
+def have_curves(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> bool:
+    """Whether all runs were measured under noise."""
+    return all(RunFolder(folder).fresh("noise_curve.json") for folder in folders_of(runs))
 
 
 def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySide]:

@@ -382,7 +382,7 @@ def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
         order = ", the rarest first"
     report = listed(classes, lambda name: f"{_spelled(name)}: {counts[name]}")
     logger.warning(
-        f"The {len(names)} labelled training rows have {len(classes)} classes{order}: {report}."
+        f"The training data has {len(names)} labelled rows of {len(classes)} classes{order}: {report}."
     )
 
 

@@ -59,7 +59,9 @@ class Run:
             raise ValueError(f"There is no folder {folder!r}.")
         if needs_curve and not curves:
             raise ValueError(
-                f"{folder} holds no noise_curve.json of its last training; run `hf-descent evaluate {folder}`."
+                f"{folder} holds no noise_curve.json of its last training; run `hf-descent evaluate {folder}`. Plain "
+                "training and another run need none where both were measured on the same examples: save a run by "
+                "`trainer.save_model()` after `train_with_plain()`."
             )
         profiles = {
             profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")

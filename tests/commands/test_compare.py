@@ -6,8 +6,11 @@ import shutil
 import numpy as np
 import pytest
 from runs import make_curve, make_run, save_run
+from tiny.data import classification_data
+from tiny.models import bert
+from tiny.training import config
 
-from hf_descent import cli
+from hf_descent import DescentTrainer, cli
 
 
 @pytest.fixture
@@ -71,3 +74,25 @@ def test_runs_are_compared_at_another_confidence(folders, tmp_path, capsys, name
         "descent against erm: descent is worse, statistically significant at 90 %"
         in capsys.readouterr().out
     )
+
+
+def test_plain_training_stands_beside_a_saved_run_that_saw_no_noise(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = {
+        "train_dataset": classification_data(32),
+        "eval_dataset": classification_data(40, seed=1),
+    }
+    args = config("out", max_steps=2, descent_alpha=None, exit_targets={2: 0.1})
+    trainer = DescentTrainer(bert(), args, **rows)
+    arms = trainer.train_with_plain()
+    trainer.save_model()
+    for measured in (None, "out"):  # one curve alone cannot be compared
+        if measured is not None:
+            make_curve(np.linspace(0.4, 0.5, 6)).to_json(f"{measured}/noise_curve.json")
+        cli.main(["compare", "out", "out/_plain"])
+        printed = capsys.readouterr().out
+        assert arms.headline in printed and "loss: plain" in printed
+
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ValueError, match=r"`trainer.save_model\(\)` after `train_with_plain\(\)`"):
+        cli.main(["compare", "elsewhere", "nowhere"])

@@ -241,7 +241,7 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
     splits = load(write(tmp_path / "rows.parquet", labels, kind))
     assert sorted(splits["test"]["text"]) == ["t0", "t2"]
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    reports = [message for message in warnings if "labelled training rows have" not in message]
+    reports = [message for message in warnings if "The training data has" not in message]
     for split, message in zip(("train", "validation"), reports, strict=True):
         assert f"Dropped 2 of the 4 {split} rows: they are without `label` ({report})" in message
 
@@ -269,7 +269,7 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
     load(write(tmp_path / "rows.jsonl", labels))
     (report,) = [record for record in caplog.records if "training rows have" in record.message]
     assert report.levelname == "WARNING"  # what Python shows by default
-    assert "The 9 labelled training rows have 7 classes: " in report.message
+    assert "The training data has 9 labelled rows of 7 classes: " in report.message
     for name in (
         "'pos': 2",
         "'Pos': 1",
@@ -284,15 +284,12 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
 def test_a_rare_spelling_is_named_among_many_classes(tmp_path, caplog):
     names = [f"k{number:02}" for number in range(30)]
     load(write(tmp_path / "train.csv", [*names, *names, "n/a"]))
-    assert "61 labelled training rows have 31 classes, the rarest first: 'n/a': 1, " in caplog.text
+    assert "61 labelled rows of 31 classes, the rarest first: 'n/a': 1, " in caplog.text
 
 
 def test_many_classes_are_listed_in_short(tmp_path, caplog):
     load(write(tmp_path / "rows.csv", [*range(25), 24]))
-    assert (
-        "26 labelled training rows have 25 classes, the rarest first: '0': 1, '1': 1, "
-        in caplog.text
-    )
+    assert "26 labelled rows of 25 classes, the rarest first: '0': 1, '1': 1, " in caplog.text
     assert "'19': 1 and 5 more." in caplog.text and "'20'" not in caplog.text
 
 

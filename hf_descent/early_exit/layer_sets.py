@@ -41,7 +41,7 @@ from ..readout.replay import Readout, evaluating
 from .truncation import check_layers, skipping
 
 
-NO_ROWS = "`dataset` is empty; give labelled held-out rows."
+NO_ROWS = "`dataset` is empty; give labelled held-out data."
 
 
 @dataclass

@@ -21,7 +21,7 @@ exit_profile(trainer.model, toy_rows(16), repeats=1, progress=True)
 """
 
 
-@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("disabled", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tqdm_s_own_switch_turns_every_bar_off(tmp_path, disabled):
     """In a process of its own: tqdm reads its switch when it is imported."""
     environment = dict(os.environ)

@@ -22,6 +22,7 @@ from ..early_exit import (
     layer_set_profile,
 )
 from ..early_exit.layer_sets import spans
+from ..evaluation import Certificate, LayerProfile
 from ..loading import load_image_processor, load_tokenizer
 from ..runs import RunFolder, tables
 from .arguments import parse_model
@@ -161,16 +162,24 @@ def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
 
 
 def _close_exits(name: str, profile: ExitProfile) -> None:
-    layer = profile.cheapest()
-    depth = len(profile.values)
-    if layer == depth:
-        print(f"No layer before the last keeps 99 % of the {profile.metric}.")
+    verdict = _verdict_of(name)
+    if verdict is not None:
+        print(f"What the run promised: {verdict.headline}")
+    layer = profile.shown()
+    if layer is None:
         return
-    speedup = profile.speedups[layer - 1]
-    print(
-        f"Layer {layer} of {depth} keeps 99 % of the {profile.metric} and is {speedup:.2f} times as fast."
-    )
+    if verdict is not None and not verdict.feasible:
+        print("That verdict rules: this table is about another question, the metric alone.")
     print(next_step(f"export {name} --layer {layer} --output_dir DIR", "writes the cut model"))
+
+
+def _verdict_of(name: str) -> Certificate | None:
+    """The verdict on a run, from its folder; `None` where there is none."""
+    run = RunFolder(name)
+    for profile in run.results(LayerProfile, "layer_profile"):
+        if profile.problem is not None:
+            return profile.certificate()
+    return next(iter(run.results(Certificate, "verdict")), None)
 
 
 def _close_sets(name: str, profile: LayerSetProfile) -> None:

@@ -1,6 +1,6 @@
 """What each exit layer of a model is worth, measured: metric, loss and latency."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..constraints.problem import AT_CHANCE
-from ..evaluation import layer_profile
+from ..evaluation import LayerProfile, layer_profile
+from ..evaluation.intervals import confidence_limits, values_of_rows
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
 from ..readout.replay import Readout, evaluating
 from .partial import PartialForward
@@ -30,6 +31,9 @@ class ExitProfile(Result):
         seconds (float64 `[L]`): wall-clock seconds per sample.
         batch_size (`int`), device (`str`): samples per batch, and where it was measured.
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+        kept_low (float64 `[L]`, *optional*): what each layer keeps of the last one's metric, as a share, at least: the
+            lower ends of 95 % intervals.
+        learned (`list[bool]`, *optional*): whether each layer's loss is shown not to be at chance, as in a verdict.
     """
 
     metric: str
@@ -40,15 +44,35 @@ class ExitProfile(Result):
     device: str = "cpu"
     greater_is_better: bool = True
     chance: float | None = None
+    kept_low: np.ndarray | None = None
+    learned: list[bool] | None = None
 
     @property
     def speedups(self) -> np.ndarray:
         """Latency of the whole model over that of each exit, `[L]`."""
         return self.seconds[-1] / self.seconds
 
+    @property
+    def kept(self) -> np.ndarray:
+        """What each layer keeps of the last one's metric, as a share, `[L]`; of a metric where less is better, how
+        much smaller the last layer's is."""
+        if self.greater_is_better:
+            return self.values / self.values[-1]
+        return self.values[-1] / self.values
+
+    def shown(self, share: float = 0.99) -> int | None:
+        """The first layer before the last that the rows show, with the confidence of a verdict, to keep at least
+        `share` of the last layer's metric and not to be at chance; `None` where there is none."""
+        if self.kept_low is None or self.learned is None:
+            return None
+        is_shown = (self.kept_low >= share) & np.array(self.learned)
+        layers = np.flatnonzero(is_shown[:-1])
+        return int(layers[0]) + 1 if len(layers) else None
+
     def cheapest(self, share: float = 0.99) -> int:
         """The first layer with at least `share` of the last's metric (at most 1 / `share`, where less is better) whose
-        loss is not that of chance, give or take 2 %."""
+        loss is not that of chance, give or take 2 %. These are the measured numbers without their intervals: cut by
+        [`shown`]."""
         last = self.values[-1]
         enough = self.values >= share * last
         if not self.greater_is_better:
@@ -59,18 +83,29 @@ class ExitProfile(Result):
         return int(np.argmax(enough)) + 1
 
     def __str__(self) -> str:
-        rows = [["layer", self.metric, "loss", "ms/sample", "speed-up"]]
-        columns = (self.values, self.losses, self.seconds, self.speedups)
-        for layer, (value, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
+        rows = [["layer", self.metric, "kept", "at least (95 %)", "loss", "ms/sample", "speed-up"]]
+        kept_low = self.kept_low
+        if kept_low is None:
+            kept_low = np.full(len(self.values), np.nan)
+        columns = (self.values, self.kept, kept_low, self.losses, self.seconds, self.speedups)
+        for layer, (value, kept, low, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
+            shares = [f"{100 * kept:.1f} %", f"{100 * low:.1f} %"]
             times = [f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"]
-            rows.append([f"{layer}", f"{value:.5g}", f"{loss:.5g}", *times])
-
-        layer = self.cheapest()
-        passes_over_chance = replace(self, chance=None).cheapest() < layer
-        passed = ", passing over layers at chance" if passes_over_chance else ""
+            rows.append([f"{layer}", f"{value:.5g}", *shares, f"{loss:.5g}", *times])
         return (
-            f"{format_table(rows)}\n99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} "
-            f"on{passed}, {self.speedups[layer - 1]:.2f} times as fast (batches of {self.batch_size} on {self.device})"
+            f"{format_table(rows)}\nBatches of {self.batch_size} on {self.device}. {self.headline}"
+        )
+
+    @property
+    def headline(self) -> str:
+        """What the rows show, in words."""
+        layer = self.shown()
+        depth = len(self.values)
+        if layer is None:
+            return f"No layer before the last is shown to keep 99 % of the {self.metric}."
+        return (
+            f"Layer {layer} of {depth} is shown to keep 99 % of the {self.metric}, and is "
+            f"{self.speedups[layer - 1]:.2f} times as fast."
         )
 
 
@@ -111,4 +146,15 @@ def exit_profile(
         device=str(device),
         greater_is_better=greater_is_better(settings.get("metric", "accuracy")),
         chance=profile.chance,
+        kept_low=profile.kept_low,
+        learned=_learned(profile),
     )
+
+
+def _learned(profile: LayerProfile) -> list[bool]:
+    """Whether each layer's loss is shown not to be at chance; of none where that loss is not known."""
+    if not profile.chance:
+        return [False] * len(profile.losses)
+    _, of_rows = values_of_rows(lambda losses: losses, profile.row_sums)
+    _, upper = confidence_limits(of_rows)
+    return (upper < AT_CHANCE * profile.chance).tolist()

@@ -18,13 +18,14 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
 from .certificates import Certificate, certify, plain_reference
 from .fingerprints import Fingerprint
-from .intervals import half_widths, loss_radii, proportion_radii
+from .intervals import confidence_limits, half_widths, loss_radii, proportion_radii
 from .price import Reference, on_same_rows
 from .row_sums import MetricRows, RowSums, no_labels, of_all_processes, rounded
 from .scoring import (
     Evaluation,
     Result,
     format_table,
+    greater_is_better,
     metric_of_rows,
     metric_value,
     name_of,
@@ -44,6 +45,8 @@ class LayerProfile(Result):
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
         value_radii (float64 `[L]`, *optional*): half-widths of the 95 % intervals of `values`; not a number with too
             few rows.
+        kept_low (float64 `[L]`, *optional*): lower ends of the 95 % intervals of what each layer keeps of the last
+            layer's metric, as a share.
         items (`int`, *optional*): what the losses are averaged over.
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
@@ -62,6 +65,7 @@ class LayerProfile(Result):
     gamma: float = 0.0
     problem: dict[str, Any] | None = None
     value_radii: np.ndarray | None = None
+    kept_low: np.ndarray | None = None
     items: int | None = None
     scale: float = 1.0
     data: str | None = None
@@ -263,6 +267,10 @@ def layer_profiles(
                 gamma=gamma,
                 problem=None if problem is None else problem.state_dict(),
                 value_radii=_value_radii(metric, scale, metric_sums[:, level]),
+                kept_low=_kept_low(
+                    metric_of_rows(metric, scale, metric_sums[:, level]),
+                    greater_is_better(evaluation.metric),
+                ),
                 items=items,
                 scale=scale,
                 data=data,
@@ -284,6 +292,29 @@ def _value_radii(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
     if is_share_of_rows:
         return proportion_radii(parts.mean(axis=0), len(parts))
     return half_widths(parts)
+
+
+def _kept_low(parts: np.ndarray, is_greater_better: bool) -> np.ndarray:
+    """Lower ends `[L]` of the 95 % intervals of what each layer keeps of the last one's metric, from the parts of the
+    rows in it, `[n, L]`. Where less of the metric is better, a layer of twice the metric keeps half. Not numbers where
+    a metric is 0."""
+    values = parts.mean(axis=0)
+    last = parts[:, -1:]
+    if not values.all():
+        return np.full_like(values, np.nan)
+
+    if is_greater_better:
+        kept = values / values[-1]
+        excess = (parts - kept * last) / values[-1]
+        unseen = (parts.min() - kept * last.max()) / values[-1]
+    else:
+        kept = values[-1] / values
+        excess = (last - kept * parts) / values
+        unseen = (last.min() - kept * parts.max(axis=0)) / values
+    # One row more, on which the layer does as badly as any and the last one at its best: layers that agree on all rows
+    # may differ on others.
+    lower, _ = confidence_limits(np.vstack([excess, unseen]))
+    return kept + lower
 
 
 def _layers_of(

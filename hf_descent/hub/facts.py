@@ -269,9 +269,7 @@ def _shown(result: Result) -> dict[str, Any]:
                 for name, reached, verdict in rows
             ]
         case ExitProfile():
-            shown["exit_layer"] = None
-            if result.cheapest() < len(result.values):
-                shown["exit_layer"] = result.cheapest()
+            shown["exit_layer"] = result.shown()
     return shown
 
 

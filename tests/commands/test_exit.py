@@ -61,12 +61,8 @@ def test_the_exit_command_reports_a_classifier(tmp_path, capsys, adapter):
     )  # three exits, then two ways; each is warmed up
     assert report.full_accuracy == pytest.approx(profile.values[-1], abs=1e-6)
     assert report.accuracy >= report.full_accuracy - 0.1 - 1e-6
-    layer = profile.cheapest()
-    found = "No layer before the last keeps 99 % of the accuracy."
-    if layer < 3:
-        speedup = profile.speedups[layer - 1]
-        found = f"Layer {layer} of 3 keeps 99 % of the accuracy and is {speedup:.2f} times as fast."
-    assert found in printed
+    assert profile.headline in printed
+    assert ("hf-descent export" in printed) == (profile.shown() is not None)
 
 
 @pytest.mark.parametrize("test_file", [True, False])

@@ -66,9 +66,30 @@ def test_no_exit_is_offered_at_a_layer_at_chance():
     model.classifier.weight.data.zero_()
     model.classifier.bias.data = torch.tensor([7 / 8, 1 / 8, 1e-6]).log()
     profile = exit_profile(model, rows, batch_size=8, repeats=1)
-    assert profile.values.tolist() == [
-        7 / 8
-    ] * 3 and "layer 3 of 3 on, passing over layers at chance" in str(profile)
+    assert profile.values.tolist() == [7 / 8] * 3 and profile.cheapest() == 3
     assert profile.chance == pytest.approx(-sum(p * math.log(p) for p in (7 / 8, 1 / 8)))
     profile.losses[1:] = 0.9 * profile.chance
-    assert profile.cheapest() == 2 and "from layer 2 of 3 on" in str(profile)
+    assert profile.cheapest() == 2
+
+
+@pytest.mark.parametrize(("count", "expected"), [(40, None), (2000, 2)])
+def test_only_rows_that_suffice_show_that_a_layer_keeps_the_metric(count, expected):
+    """Layer 2 predicts what the last one does. A few rows do not show that it would on others."""
+    model = spread(bert(num_layers=3))
+    for name, parameter in model.bert.encoder.layer[2].named_parameters():
+        if "output.dense" in name:  # the layer adds nothing
+            parameter.data.zero_()
+
+    batch = default_data_collator(toy_rows(count))
+    with torch.no_grad():
+        predicted = model(**batch).logits.argmax(-1).tolist()
+    for parameter in model.classifier.parameters():
+        parameter.data *= 20  # sure of it, so that no layer is at chance
+    rows = [{**row, "labels": label} for row, label in zip(toy_rows(count), predicted)]
+    profile = exit_profile(model, rows, batch_size=100, repeats=1)
+
+    assert profile.kept[1] == 1 and profile.kept_low[1] < 1
+    assert profile.cheapest() <= 2
+    assert profile.shown() == expected
+    verb = "No layer before the last is shown" if expected is None else "Layer 2 of 3 is shown"
+    assert f"{verb} to keep 99 % of the accuracy" in str(profile)

@@ -88,8 +88,8 @@ def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(
 def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
     trainer = trained(tmp_path / "run")
     exits = ExitProfile(
-        "accuracy", [0.7, 0.7, 0.7], [1, 1, 1], [1, 2, 3], 8
-    )  # whose cheapest exit is layer 1
+        "accuracy", [0.7] * 3, [1] * 3, [1, 2, 3], 8, kept_low=[1] * 3, learned=[True] * 3
+    )  # whose first exit is layer 1
     exits.to_json(tmp_path / "run" / "exit_profile.json")
     ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.1, 8).to_json(
         tmp_path / "run" / "confidence_exit.json"

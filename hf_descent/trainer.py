@@ -459,7 +459,13 @@ class DescentMixin:
         certificate = run.keep_certificate(certificate, self.state.global_step)
         if self.is_world_process_zero() and not self.is_in_train:
             data = "evaluation" if prefix == "eval" else prefix
-            logger.info(f"Verdict on the {data} data:\n{certificate}")
+            trained_plainly = ""
+            if self.args.objective_class.is_plain:
+                trained_plainly = " after plain training"
+            text = f"Verdict on the {data} data{trained_plainly}:\n{certificate}"
+            if not (trained_plainly or self.command):  # commands end with this line
+                text += f"\n{certificate.headline}"
+            logger.info(text)
 
     @property
     def _reads_one_token(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..evaluation.comparison import Run, compare
 from ..evaluation.plots import save_comparison
-from ..evaluation.side_by_side import SideBySide
+from ..evaluation.side_by_side import SideBySide, seconds_of
 from ..runs import RunFolder
 from .closing import next_step
 
@@ -65,8 +65,9 @@ def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySid
     if not plain.was_trained_plainly or other.objective is None or other.was_trained_plainly:
         return []
 
+    seconds = seconds_of(plain.folder, other.folder)
     return [
-        SideBySide(plain.profiles[gamma], other.profiles[gamma], other.objective.name)
+        SideBySide(plain.profiles[gamma], other.profiles[gamma], other.objective.name, seconds)
         for gamma in sorted(plain.profiles.keys() & other.profiles.keys())
         if plain.profiles[gamma].data == other.profiles[gamma].data
     ]

@@ -116,9 +116,7 @@ class Certificate(Result):
     @property
     def headline(self) -> str:
         """The verdict in one line."""
-        price = "unknown"
-        if self.price is not None and self.price.share is not None:
-            price = percent(self.price.share)
+        price = "unknown" if self.price is None else self.price.text
         line = f"VERDICT: {self.outcome.upper()}, price {price}"
         if self.feasible and self.price is not None and self.price.warning is not None:
             line += f", but {self.price.warning}"

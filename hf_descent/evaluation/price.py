@@ -91,6 +91,8 @@ class Price:
         allowed (`float`, *optional*): by what share f_L may be above these (`max_last_layer_rise`).
         exceeded (`str`, *optional*): the name of one that f_L is above by more, with 95 % confidence.
         exceeds_plain (`bool`): whether f_L is above that of plain training by more, with 95 % confidence.
+        limits (`list[float]`, *optional*): the 95 % interval of `share`, paired by example; `None` where plain
+            training was not measured on the same examples, or on too few.
     """
 
     loss: float
@@ -99,6 +101,7 @@ class Price:
     allowed: float | None = None
     exceeded: str | None = None
     exceeds_plain: bool = False
+    limits: list[float] | None = None
 
     @property
     def share(self) -> float | None:
@@ -106,6 +109,17 @@ class Price:
         if not self.plain:
             return None
         return self.loss / self.plain - 1
+
+    @property
+    def text(self) -> str:
+        """The price in a few words, with its interval where that is known."""
+        if self.share is None:
+            return "unknown"
+        text = percent(self.share)
+        if self.limits is not None:
+            low, high = self.limits
+            text += f" ({percent(low)} to {percent(high)})"
+        return text
 
     @property
     def reason(self) -> str:
@@ -134,7 +148,7 @@ class Price:
         if self.plain is None:
             text += f"; {PLAIN} was not measured on these data"
         else:
-            text += f", {PLAIN} {_beside(self.loss, self.plain)}"
+            text += f", {PLAIN} {_beside(self.loss, self.plain, self.limits)}"
         for name, loss in self.references.items():
             text += f"; {name} {_beside(self.loss, loss)}"
         return text
@@ -168,7 +182,23 @@ def price_of(
     if plain is not None:
         price.plain = plain.loss
         price.exceeds_plain = allowed is not None and plain.is_exceeded(last_layer, allowed)
+        price.limits = _limits_of_share(last_layer, plain)
     return price
+
+
+def _limits_of_share(last_layer: np.ndarray, plain: Reference) -> list[float] | None:
+    """The 95 % interval of the share by which f_L is above that of plain training on the same rows, whose sums and
+    items `last_layer` `[n, 2]` are."""
+    if plain.rows is None or len(plain.rows) != len(last_layer) or len(last_layer) < LEAST_ROWS:
+        return None
+    before = plain.rows[:, 0]
+    if not before.sum() > 0:
+        return None
+
+    ratio = last_layer[:, 0].sum() / before.sum()
+    off = (last_layer[:, 0] - ratio * before) / before.mean()  # [n], of mean 0
+    limits = [float(ratio - 1 + limit) for limit in confidence_limits(off)]
+    return limits if np.isfinite(limits).all() else None
 
 
 def percent(share: float) -> str:
@@ -177,11 +207,15 @@ def percent(share: float) -> str:
     return f"{rounded:+.1f} %"
 
 
-def _beside(loss: float, other: float) -> str:
-    """Another loss, and how far `loss` is above it."""
+def _beside(loss: float, other: float, limits: Sequence[float] | None = None) -> str:
+    """Another loss, and how far `loss` is above it, with the interval of that where it is known."""
     if other <= 0:  # a denoiser that copies its clean input has a loss of 0
         return f"{other:.4g}"
-    return f"{other:.4g} ({percent(loss / other - 1)})"
+    change = percent(loss / other - 1)
+    if limits is not None:
+        low, high = limits
+        change += f", 95 % interval {percent(low)} to {percent(high)}"
+    return f"{other:.4g} ({change})"
 
 
 def _mean(rows: np.ndarray) -> float:

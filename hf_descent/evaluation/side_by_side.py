@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
+
 from ..configs import DescentArguments
 from ..constraints.objectives import objective_class
 from ..runs import RunFolder
-from .certificates import MET, Certificate
-from .price import Price, percent
+from .certificates import MET, Certificate, plain_reference
+from .price import Price, percent, price_of
 from .profiles import LayerProfile
 from .scoring import format_table
 
@@ -29,11 +31,13 @@ class SideBySide:
         plain ([`LayerProfile`]): of plain training.
         trained ([`LayerProfile`]): of training with another objective, from the same start.
         objective (`str`): that objective.
+        seconds (`tuple`, *optional*): how long plain training and the other took.
     """
 
     plain: LayerProfile
     trained: LayerProfile
     objective: str = "descent"
+    seconds: tuple[float, float] | None = None
 
     def __post_init__(self):
         if self.plain.data != self.trained.data or self.plain.gamma != self.trained.gamma:
@@ -67,7 +71,11 @@ class SideBySide:
     def headline(self) -> str:
         """The verdict, or without constraints the price, in one line."""
         verdict = self.certificate
-        return f"price {percent(self.price)}" if verdict is None else verdict.headline
+        return f"price {self._price.text}" if verdict is None else verdict.headline
+
+    @property
+    def _price(self) -> Price:
+        return price_of(self.trained.row_sums, [], plain=plain_reference(self.plain))
 
     @property
     def tables(self) -> str:
@@ -75,14 +83,22 @@ class SideBySide:
         table = format_table(self._table())
         verdict = self.certificate
         if verdict is None:
-            price = Price(float(self.trained.losses[-1]), float(self.plain.losses[-1]), {})
-            return f"{table}\n{price}."
+            return "\n".join([table, *self._times(), f"{self._price}."])
         met = self.plain_certificate.verdicts.count(MET)
         plainly = f"Plain training meets {met} of these {len(verdict.rows)} constraints."
-        return "\n".join([table, str(verdict), plainly])
+        return "\n".join([table, *self._times(), str(verdict), plainly])
 
     def __str__(self) -> str:
         return f"{self.tables}\n{self.headline}"
+
+    def _times(self) -> list[str]:
+        """The line about the time of both trainings; none where one is not known."""
+        if self.seconds is None:
+            return []
+        plain, trained = self.seconds
+        return [
+            f"Training took {trained:.4g} s, plain training {plain:.4g} s ({trained / plain:.2f} times)."
+        ]
 
     def _table(self) -> list[list[str]]:
         metric = self.trained.metric
@@ -129,8 +145,29 @@ def side_by_side(folder: str) -> list[SideBySide]:
     for profile in run.results(LayerProfile, "layer_profile*"):
         plain = plain_profile(folder, run.summary, profile)
         if plain is not None:
-            pairs.append(SideBySide(plain, profile, run.summary["objective"]))
+            seconds = seconds_of(os.path.join(folder, PLAIN_FOLDER), folder)
+            pairs.append(SideBySide(plain, profile, run.summary["objective"], seconds))
     return pairs
+
+
+def seconds_of(plain_folder: str, folder: str) -> tuple[float, float] | None:
+    """How long the trainings in two folders took; `None` where a folder does not tell."""
+    plain = seconds_in(plain_folder)
+    trained = seconds_in(folder)
+    if plain is None or trained is None:
+        return None
+    return plain, trained
+
+
+def seconds_in(folder: str) -> float | None:
+    """How long the training of a folder took; `None` where its `trainer_state.json` does not tell."""
+    return seconds_of_logs(RunFolder(folder).read(TRAINER_STATE_NAME).get("log_history", []))
+
+
+def seconds_of_logs(logs: Iterable[Mapping[str, Any]]) -> float | None:
+    """How long a training took by its logs; `None` where they do not tell."""
+    times = [log["train_runtime"] for log in logs if "train_runtime" in log]
+    return times[-1] if times else None
 
 
 def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:

@@ -17,6 +17,8 @@ from ..evaluation.side_by_side import (
     SideBySide,
     differ_in_objective_alone,
     plain_profile,
+    seconds_in,
+    seconds_of_logs,
 )
 from ..logs import get_logger
 from ..readout import random_state
@@ -175,7 +177,12 @@ def train_both(
             f"{os.path.join(trainer.args.output_dir, PLAIN_FOLDER)!r}, and resume."
         )
 
-    return SideBySide(plain, profile, trainer.args.objective)
+    times = (
+        seconds_in(os.path.join(trainer.args.output_dir, PLAIN_FOLDER)),
+        seconds_of_logs(trainer.state.log_history),
+    )
+    seconds = None if None in times else times
+    return SideBySide(plain, profile, trainer.args.objective, seconds)
 
 
 def where_to_go_on(trainer: Trainer, resume: str | bool | None) -> str | bool | None:

@@ -92,6 +92,7 @@ def test_plain_training_stands_beside_a_saved_run_that_saw_no_noise(tmp_path, mo
         cli.main(["compare", "out", "out/_plain"])
         printed = capsys.readouterr().out
         assert arms.headline in printed and "loss: plain" in printed
+    assert "Training took " in str(arms) and min(arms.seconds) > 0
 
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(ValueError, match=r"`trainer.save_model\(\)` after `train_with_plain\(\)`"):

@@ -141,7 +141,7 @@ def test_a_verdict_that_is_met_says_that_the_model_is_worse_than_plain_training(
     dear = verdict(plain * 1.147, plain=profile(plain))
     warning = "the last layer is 14.7 % worse than plain training (limit 2 %)"
     assert dear.verdicts == ["met"]
-    assert dear.headline == f"VERDICT: MET, price +14.7 %, but {warning}"
+    assert dear.headline == f"VERDICT: MET, price +14.7 % (+14.7 % to +14.7 %), but {warning}"
 
     dear.to_json(str(tmp_path / "verdict.json"))
     assert Certificate.from_json(str(tmp_path / "verdict.json")).headline == dear.headline
@@ -170,3 +170,21 @@ def test_a_profile_keeps_that_of_plain_training_on_the_disk(tmp_path):
     headline = read.certificate().headline
     assert headline == trained.certificate().headline
     assert headline.endswith("but the last layer is 14.7 % worse than plain training (limit 2 %)")
+
+
+def test_the_interval_of_the_price_is_paired_by_example_and_holds_as_often_as_stated():
+    generator = np.random.default_rng(5)
+    true_share = 0.05
+    covered = 0
+    for _ in range(200):
+        plain = 1 + generator.exponential(size=300)  # examples differ far more than both models do
+        trained = (1 + true_share) * plain + 0.1 * generator.normal(size=300)
+        price = verdict(trained, plain=profile(plain)).price
+        low, high = price.limits
+        covered += low <= true_share <= high
+        assert high - low < 0.03
+
+    assert covered >= 180
+    assert price.text == f"{percent(price.share)} ({percent(low)} to {percent(high)})"
+    assert f", 95 % interval {percent(low)} to {percent(high)})" in str(price)
+    assert verdict(losses(2.61), plain=2.54).price.limits is None  # a number has no examples

@@ -1,5 +1,6 @@
 """What evaluations measure: `evaluate`, `evaluate_layers` and `evaluate_robustness` of the same rows agree."""
 
+import logging
 import math
 
 import numpy as np
@@ -324,3 +325,20 @@ def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation
 
     in_single_precision = layer_profile(spread(bert()), data).losses[-1]
     assert expected != pytest.approx(in_single_precision, rel=1e-4)
+
+
+def test_an_evaluation_in_a_script_ends_with_the_verdict_in_one_line(tmp_path, caplog):
+    settings = {"max_steps": 1, "descent_alpha": None, "exit_targets": {2: 0.1}}
+    ends = {}
+    for objective in ("descent", "erm"):
+        args = config(tmp_path, objective=objective, **settings)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+        trainer.train()
+        with caplog.at_level(logging.INFO):
+            trainer.evaluate()
+        ends[objective] = caplog.records[-1].message.splitlines()
+
+    assert ends["descent"][0] == "Verdict on the evaluation data:"
+    assert ends["descent"][-1].startswith("VERDICT: NOT ")
+    assert ends["erm"][0] == "Verdict on the evaluation data after plain training:"
+    assert not ends["erm"][-1].startswith("VERDICT")

@@ -100,7 +100,7 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
             "%",
         ]
 
-    price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %)"
+    price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %, 95 % interval "
 
     assert f"Last layer: {price}" in text and "bound_1" in text
     assert "Plain training meets" in text and "price" in text

@@ -123,7 +123,7 @@ class DescentArguments:
         What each layer must do. A number alpha in (0, 1), or a list with one for each layer, is the paper's form: f_l
         must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below an even descent, on
         a log scale, from f_0 to the present f_L. "steps": the paper's form, with the step sizes of that descent.
-        "auto" is "line". Left out it is "line", or nothing where there are targets.
+        "auto" is "line". Default: "line"; nothing if you give targets.
     exit_targets (`dict[int, float]`, *optional*):
         Maps a layer below the last to the share, 0 to 1, by which its loss may be above f_L. {3: 0.05} asks for
         f_3 <= 1.05 f_L. In a shell put it in quotes.
@@ -138,8 +138,8 @@ class DescentArguments:
         The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
         the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
     target_margin (`float`, *optional*):
-        Training aims below each target by this share: once multipliers settle, the loss swings about what training
-        aims at. The verdict is on the targets as they are given. Where not given 0.02, for targets alone 0.1.
+        Training aims below each target by this share, because the loss hovers around what training aims at. The
+        verdict is on the targets as they are given. Default: 0.02; 0.1 if you give only targets.
 
     > Parameters that control the dual step
 
@@ -153,9 +153,9 @@ class DescentArguments:
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
     max_last_layer_rise (`float`, *optional*, defaults to `0.02`):
-        While the loss of the last layer is above its best value so far by more than this share, the multipliers of
-        "descent" shrink, whatever the violations: constraints give way before the model becomes worse. `None` turns
-        this off, as in the paper. It sees a rise, not what plain training would have reached.
+        While the last layer's loss is above its best value so far in this run by more than this share, the
+        multipliers of "descent" shrink, whatever the violations: constraints give way. It is no limit on the price:
+        it sees a rise, not what plain training would have reached. `None` turns it off, as in the paper.
     dual_warmup_steps (`float`, *optional*):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. Where not given 0.25, for targets
         alone 0. The paper's video runs use one epoch.
@@ -180,8 +180,8 @@ class DescentArguments:
     negative_weights (`str`, *optional*, defaults to `"clip"`):
         A constraint that compares two layers lowers the loss of one and, by a negative weight, raises that of the
         other. "keep" does so (the paper's form). "clip" sets negative weights to 0. "detach" takes the loss of the
-        other layer as a constant. Lines and targets are always taken as with "detach". The penalties "hinge" and
-        "quadratic" take "clip" as "keep".
+        other layer as a constant. Lines and targets are always taken as with "detach". For the penalties "hinge" and
+        "quadratic", "clip" acts like "keep".
     normalize_weights (`bool`, *optional*, defaults to `False`):
         Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
         act as a larger learning rate; not for "hinge" and "quadratic".
@@ -189,8 +189,9 @@ class DescentArguments:
         Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic"; the
         scale of early exits in "layerskip", 0 to 1.
     layerskip_rotation (`int`, *optional*):
-        In "layerskip" train every so many exits, one layer further with each step: the rotational curriculum. Where
-        not given the gradual one: from the last layer down, all exits from half of the steps on.
+        For "layerskip". With n, each step trains every n-th exit, and the next step those one layer further (the
+        rotational curriculum). Default: the gradual curriculum. It starts at the last layer and adds one exit after
+        the other; from half of the steps on it trains all.
     fixed_multipliers (`str` or `list[float]`, *optional*):
         Multipliers of the objective "fixed": one per constraint (by default a layer), or the folder of a constrained
         run, whose final multipliers and problem are used.
@@ -198,11 +199,11 @@ class DescentArguments:
     > Parameters that control the readout of large vocabularies
 
     readout_token_fraction (`float`, *optional*):
-        Share of the labelled tokens, in (0, 1], on which the lower layers of a language model are read. The last layer
-        is read on all tokens. Default: 1/10 for a vocabulary of 8192 or more, else 1. In training each layer has
-        tokens of its own, unless constraints compare it with the one before. A layer without weight has a quarter as
-        many. In evaluations of `eval_strategy` all layers have the same. The losses are unbiased, but penalties
-        ("hinge", "quadratic") come out too high.
+        Share of the labelled tokens, in (0, 1], on which the lower layers of a language model are read. Default: 1/10
+        for a vocabulary of 8192 or more, else 1. The last layer is read on all tokens. In training, each layer is
+        read on other tokens, except that a layer and the one it is compared with share theirs. Layers without weight
+        are read on a quarter as many. In evaluations of `eval_strategy` all layers are read on the same tokens. The
+        losses are unbiased; the penalties "hinge" and "quadratic" come out too high.
 
     > Parameters that control the noise
 

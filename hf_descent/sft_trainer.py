@@ -29,16 +29,16 @@ logger = logging.get_logger(__name__)
 class SFTDescentTrainer(DescentMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] whose model lowers the token loss with every layer (arXiv 2601.17257, Algorithm 1).
 
-    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit. Where you state constraints, `evaluate`
-    adds layer losses.
-    Otherwise `loss` is the token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are of the last layer.
+    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit. With another objective, or with noise,
+    `loss` is the token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are of the last layer. If you state
+    constraints, `evaluate` adds the loss of every layer.
 
     The arguments are those of [`~trl.SFTTrainer`], and `readout` and `layer_loss_fn` of [`DescentTrainer`]; plain
     `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
 
     ValueError where a data set has no token with a label, or a sequence with more tokens than the model has positions.
-    Where layers are read, also for another `loss_type` than "nll", and where documents of a packed row see one
-    another.
+    If layers are read, ValueError also for a `loss_type` other than "nll", and for packed rows whose documents see
+    one another.
 
     Example, of which `recipes/examples/sft_lora.py` is a complete script:
 

@@ -364,6 +364,12 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
+        """As of Trainer. If you state constraints, the metrics also have the loss of each layer (`eval_layer_loss_3`)
+        and the numbers of the verdict, which is logged after training.
+
+        With another objective than "erm" `eval_loss` is f_L, averaged over items. For the verdict itself call
+        [`evaluate_layers`].
+        """
         # Trainer evaluates several sets by a call of this method for each, inside the call for all of them.
         is_one_of_several = self._run.evaluation.is_of_several
         plain = self._plain_profile_on(eval_dataset)

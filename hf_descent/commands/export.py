@@ -18,7 +18,7 @@ from .held_out import empty_folder
 
 
 STANDALONE = """\
-On its own, as any checkpoint of a {architecture}:
+On its own, as any checkpoint of a {architecture}{needs}:
   {registers}{auto_class}.from_pretrained("{draft}")"""
 SERVED = """
   vllm serve {draft}
@@ -127,7 +127,11 @@ def how_to_use(architecture: str, names: Mapping[str, Any]) -> str:
     for ending, name in AUTO_CLASSES.items():
         if architecture.endswith(ending):
             auto_class = name
-    registers = "import hf_descent.models; " if architecture.startswith(OWN_MODELS) else ""
+    registers = ""
+    needs = ""
+    if architecture.startswith(OWN_MODELS):
+        registers = "import hf_descent.models; "
+        needs = ", a class of this package, which must be installed and imported"
 
     parts = [STANDALONE]
     if architecture in CAUSAL_LMS:
@@ -138,7 +142,11 @@ def how_to_use(architecture: str, names: Mapping[str, Any]) -> str:
             parts.append(MERGED)
 
     return "".join(parts).format(
-        architecture=architecture, auto_class=auto_class, registers=registers, **names
+        architecture=architecture,
+        auto_class=auto_class,
+        registers=registers,
+        needs=needs,
+        **names,
     )
 
 

@@ -71,8 +71,7 @@ class ExitProfile(Result):
 
     def cheapest(self, share: float = 0.99) -> int:
         """The first layer with at least `share` of the last's metric (at most 1 / `share`, where less is better) whose
-        loss is not that of chance, give or take 2 %. These are the measured numbers without their intervals: cut by
-        [`shown`]."""
+        loss is below 98 % of chance. These are the measured numbers without their intervals: cut by [`shown`]."""
         last = self.values[-1]
         enough = self.values >= share * last
         if not self.greater_is_better:

@@ -188,7 +188,7 @@ def layers_in(text: str) -> list[int]:
 def find_layer_sets(
     model: nn.Module, dataset: Dataset | DataLoader, fewest: int, **settings
 ) -> list[list[int]]:
-    """Nested sets of layers, from all L down to `fewest`: without the others the loss on `dataset` is least.
+    """Nested sets of layers, from all L down to `fewest`. Each step removes the layer that hurts least on `dataset`.
 
     It reads `dataset` some L times for each layer that is left out: a few hundred rows are enough. They must be others
     than those of the verdict.

@@ -33,7 +33,7 @@ def truncate(
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
         num_layers (`int`): layers to keep, 1..L.
-        inputs (`dict`, *optional*): a batch for `model(**inputs)`; made up of images or tokens, none of them an eos.
+        inputs (`dict`, *optional*): a batch for `model(**inputs)`. If absent, a random one without eos is made.
 
     TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
     of range, there is no shared readout, or no config gives exactly the first layers.

@@ -100,7 +100,9 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
             "%",
         ]
 
-    price = f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %, 95 % interval "
+    price = (
+        f"{own[-1]:.4g}, plain training {other[-1]:.4g} ({100 * found.price:+.1f} %, 95 % interval "
+    )
 
     assert f"Last layer: {price}" in text and "bound_1" in text
     assert "Plain training meets" in text and "price" in text
@@ -125,7 +127,7 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
     # Of other data, or other settings, the plain run says nothing.
     for trainer_data, factor in ((ROWS, 1), (None, 2)):
         trainer.args.learning_rate *= factor
-        assert "was not measured on these data" in str(
+        assert "were not measured on these data" in str(
             trainer.evaluate_layers(trainer_data).certificate()
         )
 

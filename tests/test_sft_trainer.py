@@ -45,7 +45,14 @@ def assert_close_weights(one, other):
     assert_equal_weights(one, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+# Each is near to another one, which the default tests have.
+NEAR = {"text", "chat", "whole sequence", "packed across", "lora dropout", "lora checkpointing"}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(name, marks=pytest.mark.slow if name in NEAR else ()) for name in SETTINGS],
+)
 def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_path, setting):
     stock, erm, ours = (
         trained(cls, tmp_path, **SETTINGS[setting], **given)

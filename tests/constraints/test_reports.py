@@ -336,7 +336,8 @@ def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
 @pytest.mark.parametrize("problem", [AUTO, {"descent_alpha": None, "exit_targets": {1: 0.5}}])
 def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, caplog, problem):
     rows = classification_data(256, pad=False)
-    args = config(tmp_path, max_steps=90, per_device_train_batch_size=32, **problem)
+    # With other seeds f_L may leap for a while at this learning rate, and the limit on it then takes most of the run.
+    args = config(tmp_path, max_steps=90, per_device_train_batch_size=32, seed=1, **problem)
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
     with caplog.at_level(logging.INFO):
         trainer.train()

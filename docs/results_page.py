@@ -906,6 +906,30 @@ def layer_sets() -> str:
     return markdown([*header, "same token, before", "same token, after"], rows)
 
 
+def exit_heads() -> str:
+    """stories260K with an exit head behind its first layers, at the best learning rate of each; 2 layers run."""
+    best = {}
+    for run in lines_of("exit_heads.jsonl"):
+        settings = run["settings"]
+        name = (settings["layers"], settings["exit_head"])
+        if name not in best or run["after"]["loss"] < best[name]["after"]["loss"]:
+            best[name] = run
+
+    rows = []
+    for (layers, exit_head), run in best.items():
+        number = len(script("layer_sets").layers_in(layers))
+        if exit_head == "block":
+            number += 1
+        if number == 2:
+            cells = [exit_head]
+            cells += [f"{run[when]['ratio']:.2f}" for when in ("before", "after")]
+            rows.append([*cells, f"{run['after']['agreement']:.2f}"])
+
+    header = ["exit head", "loss, whole model = 1, before", "after", "same token"]
+    order = ["norm", "affine", "block"]
+    return markdown(header, sorted(rows, key=lambda row: order.index(row[0])))
+
+
 ONE_MODEL = {
     "plain": "plain",
     "default": "constrained, default",
@@ -949,6 +973,7 @@ TABLES = {
     "depths of the denoiser": partial(depths, "denoiser"),
     "depths of MiniLM": partial(depths, "minilm"),
     "layer sets": layer_sets,
+    "exit heads": exit_heads,
     "exits": exits,
     "exits and models cut first": rivals,
     "price": price,

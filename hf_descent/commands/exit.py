@@ -74,7 +74,10 @@ class ExitArguments:
         ),
     )
     heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training rows.")
-    heal_learning_rate: float = HfArg(default=3e-4, help="With `heal`: the highest learning rate.")
+    heal_learning_rate: float = HfArg(
+        default=3e-4,
+        help="With `heal`: the highest learning rate. A norm or an affine map takes about ten times as much.",
+    )
     max_rise: float = HfArg(
         default=0.05,
         help="With `fewest_layers`: largest rise of the loss to accept, as a share of it.",

@@ -1,10 +1,11 @@
-"""Models that stop early: truncated ones, ones with fewer layers, and exits of single samples."""
+"""Models that stop early: truncated ones, ones with fewer layers, and exits of single samples; and the fitted lens."""
 
 from .confidence import ConfidenceExit, ConfidenceReport
 from .exits import ExitProfile, exit_profile
 from .healing import HealingTrainer
 from .layer_sets import LayerSetProfile, find_layer_sets, layer_set_profile
 from .truncation import keep_layers, truncate
+from .tuned_lens import fit_lens
 
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LayerSetProfile",
     "exit_profile",
     "find_layer_sets",
+    "fit_lens",
     "keep_layers",
     "layer_set_profile",
     "truncate",

@@ -28,6 +28,11 @@ from .partial import PartialForward
 from .predictions import PredictionReader, of_tokens
 
 
+# Of an optimizer whose steps are about as large as its rate, as AdamW's: a map changes its output by up to rate times
+# width, so that wide models take a lower one.
+RATE_TIMES_WIDTH = 0.64
+
+
 class TunedLens:
     """A map for each layer below the last, in front of the linear layer that reads hidden states behind the layers.
 
@@ -78,7 +83,7 @@ def fit_lens(
     model: PreTrainedModel,
     dataset: Dataset | list,
     steps: int = 400,
-    learning_rate: float = 1e-2,
+    learning_rate: float | None = None,
     seed: int = 0,
     **settings,
 ) -> TunedLens:
@@ -87,8 +92,8 @@ def fit_lens(
     Args:
         model (`PreTrainedModel`): a classifier or a language model, on its device; it is left as it is.
         dataset (`Dataset` or list): labelled rows. Labels only say what is read.
-        steps, learning_rate, seed: of AdamW, whose rate rises for a twentieth of the steps and falls to 0; and of the
-            order of the rows.
+        steps, learning_rate, seed: of AdamW, whose rate rises for a twentieth of the steps and falls to 0, and of the
+            order of the rows. The default rate is 0.01 for states of width 64, and falls with the width.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -102,6 +107,8 @@ def fit_lens(
         for _, inputs in evaluation.batches("Fitting the lens"):
             if fitted is None:
                 fitted = TunedLens(model, inputs)
+                if learning_rate is None:
+                    learning_rate = RATE_TIMES_WIDTH / fitted.linear.in_features
                 reader = PredictionReader.probe(model, inputs, evaluation.label_names)
                 optimizer = torch.optim.AdamW(
                     fitted.maps.parameters(), learning_rate, weight_decay=0.0

@@ -271,6 +271,7 @@ def test_the_script_of_the_readme_ends_in_a_folder_that_the_commands_continue(
     for command in commands[:-1]:  # `show` waits for a browser
         cli.main(command)
     assert json.loads((tmp_path / "out/exit_profile.json").read_text())["losses"]
+    assert "What the run promised: VERDICT: NOT " in capsys.readouterr().out
     config = json.loads((tmp_path / "out/three-layers/config.json").read_text())
     assert config["model_type"] == "linear_readout"  # of `readout="mean"`
     assert config["encoder_config"]["n_layers"] == 2

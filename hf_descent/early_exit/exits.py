@@ -55,10 +55,11 @@ class ExitProfile(Result):
     @property
     def kept(self) -> np.ndarray:
         """What each layer keeps of the last one's metric, as a share, `[L]`; of a metric where less is better, how
-        much smaller the last layer's is."""
-        if self.greater_is_better:
-            return self.values / self.values[-1]
-        return self.values[-1] / self.values
+        much smaller the last layer's is. Not a number, or infinite, where a metric is 0."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.greater_is_better:
+                return self.values / self.values[-1]
+            return self.values[-1] / self.values
 
     def shown(self, share: float = 0.99) -> int | None:
         """The first layer before the last that the rows show, with the confidence of a verdict, to keep at least

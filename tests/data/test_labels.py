@@ -267,7 +267,7 @@ def test_numbers_that_may_count_from_1_are_said(tmp_path, caplog, train, kind, m
 def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
     labels = ["pos", "Pos", '"pos"', "\u200bpos", "caf\u00e9", "cafe\u0301", "pos", "TRUE", "true"]
     load(write(tmp_path / "rows.jsonl", labels))
-    (report,) = [record for record in caplog.records if "training rows have" in record.message]
+    (report,) = [record for record in caplog.records if "The training data has" in record.message]
     assert report.levelname == "WARNING"  # what Python shows by default
     assert "The training data has 9 labelled rows of 7 classes: " in report.message
     for name in (

@@ -28,9 +28,10 @@ from .partial import PartialForward
 from .predictions import PredictionReader, of_tokens
 
 
-# Of an optimizer whose steps are about as large as its rate, as AdamW's: a map changes its output by up to rate times
-# width, so that wide models take a lower one.
-RATE_TIMES_WIDTH = 0.64
+# AdamW's steps are about as large as its rate, and a map adds up as many of them as its input is wide: wide models
+# take a lower rate.
+HIGHEST_RATE = 0.01
+NARROW = 64
 
 
 class TunedLens:
@@ -93,7 +94,7 @@ def fit_lens(
         model (`PreTrainedModel`): a classifier or a language model, on its device; it is left as it is.
         dataset (`Dataset` or list): labelled rows. Labels only say what is read.
         steps, learning_rate, seed: of AdamW, whose rate rises for a twentieth of the steps and falls to 0, and of the
-            order of the rows. The default rate is 0.01 for states of width 64, and falls with the width.
+            order of the rows. The default rate is 0.01 up to a width of 64, and falls with the width.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -108,7 +109,7 @@ def fit_lens(
             if fitted is None:
                 fitted = TunedLens(model, inputs)
                 if learning_rate is None:
-                    learning_rate = RATE_TIMES_WIDTH / fitted.linear.in_features
+                    learning_rate = HIGHEST_RATE * min(1, NARROW / fitted.linear.in_features)
                 reader = PredictionReader.probe(model, inputs, evaluation.label_names)
                 optimizer = torch.optim.AdamW(
                     fitted.maps.parameters(), learning_rate, weight_decay=0.0

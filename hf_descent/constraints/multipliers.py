@@ -10,7 +10,7 @@ the directions `d` and `u / c - lambda` are passed through Adam, as in the paper
 gradient (coupled), and a multiplier then moves by about eta a step whatever the size of the violation.
 
 With `optim="pi"` they go through a PI controller (nuPI; Sohrabi et al. 2024, arXiv 2406.04558), here on bounded
-directions, d' = d / `BOUND` within [-1, 1]:
+directions, d' = d / 0.05 within [-1, 1], with K = 200:
 
     lambda <- [lambda + eta (d' + K (m - m_before))]_+ ,   m <- 0.9 m + 0.1 d'
 
@@ -33,8 +33,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from .dual_rules import RULES, Moments
 
-OPTIMS = ("adam", "pi", "sgd")
+
+OPTIMS = tuple(RULES)
 RESILIENCE_FORMS = ("weight_decay", "slack")
 
 
@@ -53,30 +55,7 @@ class Multipliers:
     ValueError for an `optim` or a `resilience_form` of another name.
     """
 
-    BETAS = (0.9, 0.999)
-    EPSILON = 1e-8
     SHRINKAGE = 0.2  # the share by which a step shrinks multipliers that have to
-    # Of "pi": violations count as at most BOUND, and DAMPING is K.
-    BOUND, DAMPING = 0.05, 200.0
-    _TENSORS = (
-        "values",
-        "slacks",
-        "mean",
-        "square",
-        "slack_mean",
-        "slack_square",
-        "steps",
-        "slack_steps",
-    )
-
-    values: torch.Tensor
-    slacks: torch.Tensor
-    mean: torch.Tensor
-    square: torch.Tensor
-    slack_mean: torch.Tensor
-    slack_square: torch.Tensor
-    steps: torch.Tensor
-    slack_steps: torch.Tensor
 
     def __init__(
         self,
@@ -98,9 +77,10 @@ class Multipliers:
         jumps = optim == "sgd" and slack_learning_rate >= 2 * resilience
         self.slack_learning_rate = resilience if jumps else slack_learning_rate
         self.maximum = maximum
-        for name in self._TENSORS:
-            size = 1 if name.endswith("steps") else num_layers
-            setattr(self, name, torch.zeros(size, dtype=torch.float32))
+        self.values = torch.zeros(num_layers, dtype=torch.float32)
+        self.slacks = torch.zeros(num_layers, dtype=torch.float32)
+        self.moments = Moments(num_layers)
+        self.slack_moments = Moments(num_layers)
 
     def step(
         self,
@@ -121,7 +101,7 @@ class Multipliers:
         gradient = violations
         if self.resilience > 0:
             gradient = violations - self.relaxation.numpy()  # [layers]
-        ascent = self._direction("", gradient)
+        ascent = RULES[self.optim](gradient, self.moments)
         values = (before + self.learning_rate * ascent).clip(min=0, max=self.maximum)
 
         if share < 1:
@@ -132,9 +112,14 @@ class Multipliers:
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
             slacks = self.slacks.numpy()
-            descent = self._direction("slack_", slacks / self.resilience - before)
+            descent = RULES[self.optim](slacks / self.resilience - before, self.slack_moments)
             self.slacks = _as_tensor((slacks - self.slack_learning_rate * descent).clip(min=0))
         self.values = _as_tensor(values)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps so far."""
+        return int(self.moments.steps.item())
 
     @property
     def relaxation(self) -> torch.Tensor:
@@ -143,53 +128,44 @@ class Multipliers:
 
     def restart_slacks(self) -> None:
         """Clamp the slacks to zero (paper, Appendix B.2), with their optimizer state, which would undo the clamp."""
-        for slack_state in (self.slacks, self.slack_mean, self.slack_square, self.slack_steps):
-            slack_state.zero_()
+        self.slacks.zero_()
+        self.slack_moments = Moments(len(self.slacks))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[L]`, the step count `[1]`)."""
-        return {name: getattr(self, name).clone() for name in self._TENSORS}
+        tensors = {"values": self.values.clone(), "slacks": self.slacks.clone()}
+        for prefix, moments in self._moments_by_prefix():
+            for name in Moments.NAMES:
+                tensors[prefix + name] = _as_tensor(getattr(moments, name))
+        return tensors
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `state_dict` gave; ValueError when names, shapes or values do not make a dual state."""
-        for name in self._TENSORS:
-            current = getattr(self, name)
-            if name not in state or state[name].shape != current.shape:
-                shape = tuple(state[name].shape) if name in state else "nothing"
-                raise ValueError(
-                    f"The dual state holds {shape} for '{name}' where {tuple(current.shape)} is needed."
-                )
-            if not state[name].isfinite().all() or (
-                not name.endswith("mean") and (state[name] < 0).any()
-            ):
-                raise ValueError(f"The dual state '{name}' holds negative or non-finite values.")
-            setattr(self, name, state[name].to(current, copy=True))
+        for name, current in self.state_dict().items():
+            _check_loaded(name, state.get(name), current.shape)
 
-    def _direction(self, prefix: str, gradient: np.ndarray) -> np.ndarray:
-        """The direction `[L]` of plain ascent, the controller or Adam; their state, whose names begin with `prefix`,
-        takes the gradient in."""
-        steps = getattr(self, f"{prefix}steps").numpy() + np.float32(1)
-        mean = getattr(self, f"{prefix}mean").numpy()
-        square = getattr(self, f"{prefix}square").numpy()
-        beta1, beta2 = self.BETAS
+        self.values = state["values"].to(self.values, copy=True)
+        self.slacks = state["slacks"].to(self.slacks, copy=True)
+        for prefix, moments in self._moments_by_prefix():
+            for name in Moments.NAMES:
+                setattr(moments, name, _as_array(state[prefix + name]).copy())
 
-        if self.optim == "sgd":
-            direction = gradient
-        elif self.optim == "pi":
-            bounded = (gradient / self.BOUND).clip(-1, 1)
-            before = mean if steps > 1 else bounded
-            mean = before + (1 - beta1) * (bounded - before)
-            direction = bounded + self.DAMPING * (mean - before)
-        else:
-            mean = mean + (1 - beta1) * (gradient - mean)
-            square = square + (1 - beta2) * (gradient**2 - square)
-            denominator = np.sqrt(square / (1 - beta2**steps)) + self.EPSILON
-            direction = mean / (1 - beta1**steps) / denominator
+    def _moments_by_prefix(self) -> list[tuple[str, Moments]]:
+        """What the rule remembers, by the prefix of its names in a state on disk."""
+        return [("", self.moments), ("slack_", self.slack_moments)]
 
-        setattr(self, f"{prefix}steps", _as_tensor(steps))
-        setattr(self, f"{prefix}mean", _as_tensor(mean))
-        setattr(self, f"{prefix}square", _as_tensor(square))
-        return direction
+
+def _check_loaded(name: str, loaded: torch.Tensor | None, shape: torch.Size) -> None:
+    """ValueError where a tensor of a dual state is absent, or has another shape or values that none can have."""
+    if loaded is None or loaded.shape != shape:
+        found = "nothing" if loaded is None else tuple(loaded.shape)
+        raise ValueError(
+            f"The dual state holds {found} for '{name}' where {tuple(shape)} is needed."
+        )
+
+    may_be_negative = name.endswith("mean")
+    if not loaded.isfinite().all() or (not may_be_negative and (loaded < 0).any()):
+        raise ValueError(f"The dual state '{name}' holds negative or non-finite values.")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

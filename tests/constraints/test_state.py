@@ -74,7 +74,7 @@ def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
     )
     trainer.train()
     values = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
-    assert trainer.multipliers.steps.item() == 4 and len(set(values)) == len(values)
+    assert trainer.multipliers.steps == 4 and len(set(values)) == len(values)
 
 
 @pytest.mark.parametrize("reads_held_out", [False, True])
@@ -99,7 +99,7 @@ def test_a_skipped_step_ends_the_warm_up_and_reads_held_out_rows(reads_held_out)
     assert dual.settled().warmup_losses.tolist() == pytest.approx([0.6, 0.4, 0.2])
     assert dual.settled().averages.means.tolist() == pytest.approx([0.6, 0.4, 0.2])
     assert turns == (list(range(13)) if reads_held_out else [])
-    assert dual.multipliers.steps.item() == (24 if reads_held_out else 19)
+    assert dual.multipliers.steps == (24 if reads_held_out else 19)
 
 
 def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog
     trainer.train()
     assert torch.isfinite(trainer.multipliers.values).all()
     assert caplog.text.count("was not finite") == 1
-    assert trainer.state.global_step == 8 and trainer.multipliers.steps.item() == 7
+    assert trainer.state.global_step == 8 and trainer.multipliers.steps == 7
 
 
 def shifted_loss(outputs, labels, num_items_in_batch=None):

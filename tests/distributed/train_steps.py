@@ -281,7 +281,7 @@ def result_of(trainer, folder, metrics, noise, sigma):
     dual_steps = 0
     if trainer.multipliers is not None:
         multipliers = trainer.multipliers.values
-        dual_steps = trainer.multipliers.steps.item()
+        dual_steps = trainer.multipliers.steps
     problem = {"alpha": 0.0}
     if trainer.problem is not None:
         problem = trainer.problem.state_dict()

@@ -70,7 +70,7 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
 ):
     begin, starts = watch(
         "on_step_end",
-        lambda args, state, given: (state.global_step, trainer.multipliers.steps.item()),
+        lambda args, state, given: (state.global_step, trainer.multipliers.steps),
     )
     judge, scores = watch(
         "on_evaluate", lambda args, state, given: given["metrics"]["eval_feasible_score"]
@@ -115,9 +115,7 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
 
 
 def test_trials_of_all_objectives_take_their_dual_steps_and_are_judged_by_their_loss(tmp_path):
-    end, steps = watch(
-        "on_train_end", lambda *_: trainer.multipliers and trainer.multipliers.steps.item()
-    )
+    end, steps = watch("on_train_end", lambda *_: trainer.multipliers and trainer.multipliers.steps)
     judge, losses = watch("on_evaluate", lambda args, state, given: given["metrics"]["eval_loss"])
     trainer = searcher(tmp_path, end, judge, objective="erm", eval_strategy="steps", eval_steps=2)
     best = search(trainer, [{"objective": objective} for objective in ("erm", "descent", "erm")])
@@ -171,7 +169,7 @@ def test_auto_find_batch_size_starts_afresh(tmp_path):
         callbacks=[TooLarge()],
     )
     trainer.train()
-    assert trainer._train_batch_size == 7 and trainer.multipliers.steps.item() == 6
+    assert trainer._train_batch_size == 7 and trainer.multipliers.steps == 6
 
 
 @pytest.mark.parametrize("read", [False, True])

@@ -1,0 +1,66 @@
+"""The rules by which multipliers and slacks move: from a gradient to the direction of a step.
+
+A rule is a function of a gradient `[L]` and of what it remembers, `Moments`, which it brings up to date. It returns
+the direction `[L]`. `multipliers.py` has the formulas.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+BETAS = (0.9, 0.999)  # of the running means of gradients and of their squares
+EPSILON = 1e-8  # keeps Adam from dividing by 0
+BOUND = 0.05  # "pi" counts larger violations as this one
+DAMPING = 200.0  # K of "pi"
+
+
+class Moments:
+    """What a rule remembers of the gradients so far, in float32.
+
+    Attributes:
+        steps (`np.ndarray`): their number, `[1]`.
+        mean (`np.ndarray`): their running mean, `[L]`.
+        square (`np.ndarray`): the running mean of their squares, `[L]`; of "adam" only.
+    """
+
+    NAMES = ("steps", "mean", "square")
+
+    def __init__(self, size: int):
+        self.steps = np.zeros(1, dtype=np.float32)
+        self.mean = np.zeros(size, dtype=np.float32)
+        self.square = np.zeros(size, dtype=np.float32)
+
+
+def sgd(gradient: np.ndarray, moments: Moments) -> np.ndarray:
+    """Plain ascent: the gradient itself."""
+    moments.steps = moments.steps + np.float32(1)
+    return gradient
+
+
+def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
+    """A PI controller on the bounded gradient: what changes counts `DAMPING` times what is."""
+    bounded = (gradient / BOUND).clip(-1, 1)
+    before = moments.mean if moments.steps > 0 else bounded
+
+    moments.steps = moments.steps + np.float32(1)
+    moments.mean = before + (1 - BETAS[0]) * (bounded - before)
+    return bounded + DAMPING * (moments.mean - before)
+
+
+def adam(gradient: np.ndarray, moments: Moments) -> np.ndarray:
+    """Adam (Kingma, Ba 2015), without decay of weights."""
+    beta1, beta2 = BETAS
+    moments.steps = moments.steps + np.float32(1)
+    moments.mean = moments.mean + (1 - beta1) * (gradient - moments.mean)
+    moments.square = moments.square + (1 - beta2) * (gradient**2 - moments.square)
+
+    denominator = np.sqrt(moments.square / (1 - beta2**moments.steps)) + EPSILON
+    return moments.mean / (1 - beta1**moments.steps) / denominator
+
+
+RULES: dict[str, Callable[[np.ndarray, Moments], np.ndarray]] = {
+    "adam": adam,
+    "pi": pi,
+    "sgd": sgd,
+}

@@ -76,7 +76,7 @@ class ExitArguments:
     heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training rows.")
     heal_learning_rate: float = HfArg(
         default=3e-4,
-        help="With `heal`: the highest learning rate. A norm or an affine map takes about ten times as much.",
+        help="With `heal`: the highest learning rate. A norm or an affine map takes a higher one.",
     )
     max_rise: float = HfArg(
         default=0.05,

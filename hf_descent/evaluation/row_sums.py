@@ -1,9 +1,11 @@
 """What an evaluation keeps of each row of the data: the sums of its losses or of its metric, and what they count.
 
 A row is an example, or a document of packed texts. Intervals made of rows depend neither on their order nor on how
-they were batched or shared among processes.
+they were batched or shared among processes. Two evaluations of the same data have their rows in the same order, so
+that they can be compared in pairs.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +23,7 @@ GROUPS = 2**12
 class GatheredRows(NamedTuple):
     """The rows of all processes that have items."""
 
-    sums: np.ndarray  # float64 [rows, layers + 1]
+    sums: np.ndarray  # float64 [rows, layers + 1], in the order of the data or in groups
     whole_batches: int  # how many of these are whole batches
     # For each earlier reading float64 [rows, 2], its loss and items of the rows, before they were grouped, and zeros
     # for rows that it left out.
@@ -49,30 +51,30 @@ class RowSums:
         `earlier` are readings of some batches of the same data in this process, `[rows, 2]` by their numbers.
         """
         mine = (
-            _joined(self.parts),
+            [part.cpu().double().numpy() for part in self.parts],
             int(self.whole_batches),
             [self._beside(reading) for reading in earlier],
         )
         processes = gather_object([mine]) if over_processes else [mine]
-        rows = _concatenated([sums for sums, _, _ in processes])
+        rows = _in_order([parts for parts, _, _ in processes])
         whole_batches = sum(count for _, count, _ in processes)
         has_items = rows[:, -1] > 0
         readings = zip(*(beside for _, _, beside in processes))
-        beside = [_concatenated(parts)[has_items] for parts in readings]
+        beside = [_in_order(parts)[has_items] for parts in readings]
         kept = rows
         if len(rows) > MOST_ROWS:
             kept = _grouped(rows)
         return GatheredRows(kept[kept[:, -1] > 0], whole_batches, beside)
 
-    def _beside(self, reading: Mapping[int, torch.Tensor]) -> np.ndarray:
-        """An earlier reading of these rows, `[rows, 2]`; zeros for batches that it left out or had otherwise."""
+    def _beside(self, reading: Mapping[int, torch.Tensor]) -> list[np.ndarray]:
+        """An earlier reading of these parts, `[rows, 2]` each; zeros for batches that it left out or had otherwise."""
         parts = []
         for number, part in enumerate(self.parts):
             earlier = reading.get(number)
             if earlier is None or earlier.shape != (len(part), 2):
                 earlier = torch.zeros(len(part), 2)
-            parts.append(earlier.cpu())
-        return _joined(parts)
+            parts.append(earlier.cpu().double().numpy())
+        return parts
 
 
 class MetricRows:
@@ -121,16 +123,10 @@ def no_labels() -> ValueError:
     )
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> np.ndarray:
-    """Rows of several batches as float64 `[rows, columns]`."""
-    if not parts:
-        return np.zeros((0, 1))
-    return torch.cat(list(parts)).cpu().double().numpy()
-
-
-def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of several processes, of which those without a batch do not know the number of columns."""
-    known = [part for part in parts if len(part)]
+def _in_order(processes: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
+    """The rows of all processes in the order of the data, whose batches they take in turns."""
+    turns = itertools.zip_longest(*processes)
+    known = [part for turn in turns for part in turn if part is not None]
     if not known:
         return np.zeros((0, 1))
     return np.concatenate(known)

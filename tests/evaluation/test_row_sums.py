@@ -39,20 +39,25 @@ def test_more_rows_are_added_up_in_groups_which_keep_means_and_their_error(monke
     assert 0.9 < error / (losses.std() / np.sqrt(20_000)) < 1.1
 
 
-def test_rows_of_several_processes_are_joined(monkeypatch):
+@pytest.mark.parametrize("size", [4, 8])
+def test_rows_of_several_processes_are_joined_in_the_order_of_the_data(monkeypatch, size):
+    """Else rows of one evaluation would be compared with other rows of another, in other batches or processes."""
     rows = np.random.default_rng(0).random((50, 2)) + 0.1
-    parts = [read(rows[:30], 8), read(rows[30:], 8), RowSums()]
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    parts = [batches[0::3], batches[1::3], batches[2::3], []]
+    earlier = [[part[:, :2] * 2 for part in mine] for mine in parts]
 
     def gather(mine):
         # A process without a batch does not know the number of layers.
-        return [(row_sums._joined(part.parts), 1, []) for part in parts]
+        return [(mine, 1, [before]) for mine, before in zip(parts, earlier)]
 
     monkeypatch.setattr(row_sums, "gather_object", gather)
-    sums, whole_batches, _ = parts[0].gathered()
+    sums, whole_batches, (beside,) = RowSums().gathered()
     np.testing.assert_array_equal(sums, rows)
-    assert whole_batches == 3
+    np.testing.assert_array_equal(beside, 2 * rows)
+    assert whole_batches == 4
     monkeypatch.setattr(row_sums, "MOST_ROWS", 40)
-    sums, *_ = parts[0].gathered()
+    sums, *_ = RowSums().gathered()
     np.testing.assert_allclose(sums.sum(0), rows.sum(0))
     assert 40 < len(sums) < 50
 

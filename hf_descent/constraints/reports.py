@@ -92,12 +92,12 @@ class DualReports:
         dual = self._dual
         problem = dual.problem
         multipliers = ascent.multipliers.values.numpy()
+        logs = {}
         if dual.held_out is not None and np.isfinite(ascent.averages.means).all():
             losses = ascent.averages.means
+            logs.update(_numbered("dual_layer_loss", losses))
 
         violations = problem.violations(losses, dual.level())
-
-        logs = {}
         for row in problem.rows:
             logs[f"violation_{row.name}"] = violations[row.index].item()
             logs[f"multiplier_{row.name}"] = multipliers[row.index].item()

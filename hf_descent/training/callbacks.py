@@ -159,10 +159,15 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
 
     name = max(violations, key=violations.get)
     layer = name.rsplit("_", 1)[-1]
+    of = "loss"
     loss = logs[f"layer_loss_{layer}"]
+    held_out = f"dual_layer_loss_{layer}"
+    if held_out in logs:  # which the violation is of
+        of = "held-out loss"
+        loss = logs[held_out]
     limit = loss - violations[name]
     which = "furthest behind" if violations[name] > 0 else "nearest to its limit"
-    parts.append(f"{which}: layer {layer}, loss {_number(loss)} (limit {_number(limit)})")
+    parts.append(f"{which}: layer {layer}, {of} {_number(loss)} (limit {_number(limit)})")
 
     if "max_acting_violation" in logs:
         multipliers = _by_row("multiplier", logs).values()

@@ -188,6 +188,24 @@ def test_the_line_of_a_step_names_a_loss_and_its_limit(violation, expected):
     assert f" | {expected}" in training_line({**logs, **violations}, 1, 2)
 
 
+def test_the_line_of_held_out_examples_has_their_loss_and_their_limit(tmp_path):
+    """Training learns its rows by heart; violations are those of rows that it does not see."""
+    held_out = [{**row, "labels": i % 3} for i, row in enumerate(classification_data(200, seed=3))]
+    args = config(
+        tmp_path, descent_alpha=None, loss_targets={1: 0.5}, max_steps=8, learning_rate=2e-2
+    )
+    trainer = DescentTrainer(
+        bert(), args, train_dataset=classification_data(8), dual_dataset=held_out
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "violation_bound_1" in log]
+    for log in logs:
+        line = training_line(log, log["step"], 8)
+        loss = log["dual_layer_loss_1"]
+        assert f"layer 1, held-out loss {loss:.3g} (limit 0.5)" in line
+    assert logs[-1]["layer_loss_1"] < 0.9 * logs[-1]["dual_layer_loss_1"]
+
+
 @pytest.mark.parametrize("logs", [{}, {"eval_loss": 1.0}, {"loss": 1.0}, {"train_runtime": 1.0}])
 def test_logs_without_constraints_are_printed_as_they_are(logs):
     assert training_line(logs, 1, 2) is None

@@ -20,7 +20,7 @@ stands still where
 This is the point of rest of resilience with the coefficient c (see `multipliers.py`), except that nobody has to choose
 c: the guard finds one at which f_L keeps to its limit. In a convex problem the same point solves
 
-    minimise   sum of [g]_+^2      subject to   f_L <= its value at rest,
+    minimise   1/2 sum of [g]_+^2      subject to   f_L <= its value at rest,
 
 whose multiplier is c: of all models with that f_L, training finds the one that violates the constraints least. Since
 growth backs off after each rise (see "Pace"), f_L at rest lies a part of the way from f_best to its limit.
@@ -42,6 +42,8 @@ rest again. Each time that they begin to shrink, their pace becomes a fifth of w
 step that does not shrink them, up to 1: after a single rise it is back there in log 5 / log 1.02 = 82 steps. Where f_L
 keeps coming back to its limit, the pace falls until about as many steps of growth lie between two rises. The form of
 the point of rest does not depend on the pace, which acts as a smaller eta.
+
+With held-out examples f_L is read every few optimizer steps. Evidence, f_best and the pace then count readings.
 
 The guard sees a rise of f_L. It does not know what plain training would have reached by now, and it cannot tell why
 f_L rises: harder data late in the run counts as a rise, too.

@@ -419,6 +419,12 @@ class DescentMixin:
             known[id(rows)] = (rows, plain)
         return plain
 
+    def _get_eval_sampler(self, eval_dataset):
+        if self._kind.evaluates_layers:
+            # In the order of the data, not by length: the price compares the rows of two evaluations in pairs.
+            return None
+        return super()._get_eval_sampler(eval_dataset)
+
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         self._run.begin_evaluation()
         output = super().evaluation_loop(

@@ -93,6 +93,17 @@ def test_a_set_in_the_place_of_another_has_none_of_its_numbers(tmp_path):
     )  # in pairs only of the same rows
 
 
+def test_rows_are_compared_in_pairs_also_where_training_groups_them_by_length(tmp_path):
+    trainer = make(tmp_path, bert(), train_sampling_strategy="group_by_length")
+    trainer.train_with_plain()
+    verdict = verdict_of_evaluate(trainer)
+    assert price_line(verdict) == price_line(trainer.evaluate_layers().certificate())
+
+    start = trainer.evaluate_layers().references[0].rows
+    untrained = make(tmp_path, bert()).evaluate_layers(problem=None)
+    torch.testing.assert_close(start, untrained.row_sums[:, -2:], rtol=1e-4, atol=1e-6)
+
+
 def test_a_plain_run_says_nothing_of_other_rows(run):
     trainer = later(run[0])
     for verdict in (

@@ -154,8 +154,8 @@ class DescentArguments:
         loss. The paper's rule is Adam on raw violations (`False`).
     max_last_layer_rise (`float`, *optional*, defaults to `0.02`):
         While the last layer's loss is above its best value so far in this run by more than this share, the
-        multipliers of "descent" shrink, whatever the violations: constraints give way. It is no limit on the price:
-        it sees a rise, not what plain training would have reached. `None` turns it off, as in the paper.
+        multipliers of "descent" stand still, and if that lasts they shrink: constraints give way. It is no limit on
+        the price: it sees a rise, not what plain training would have reached. `None` turns it off, as in the paper.
     dual_warmup_steps (`float`, *optional*):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. Where not given 0.25, for targets
         alone 0. The paper's video runs use one epoch.

@@ -58,7 +58,7 @@ class Certificate(Result):
             the upper end of its interval; 0 where every constraint is within its tolerance.
         descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
         gamma (`float`): noise level of the input.
-        confidence (`float`): of each interval, which has two sides: half of the rest is on the one that is met.
+        confidence (`float`): of each interval, which has two sides: *met* is wrong in (1 - confidence) / 2 of cases.
         multipliers (`list[float]`, *optional*): of each constraint, in the training.
         warmup_share (`float`, *optional*): the descent share after warm-up, on the data that move the multipliers.
         items (`int`, *optional*): labelled examples, tokens or numbers of the data.

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from ..configs import DescentArguments
 
 
+WATCHED_RISE = 0.02  # share by which f_L may rise before the log says so, where nothing limits it
+
+
 class DualAscent:
     """The multipliers of a run, and what decides how they move.
 
@@ -27,6 +30,8 @@ class DualAscent:
     Attributes:
         multipliers ([`Multipliers`]): one for each row of the problem.
         guard ([`LastLayerGuard`], *optional*): the limit on the rise of f_L, of multipliers that move.
+        watch ([`LastLayerGuard`], *optional*): the same, or where nothing limits the multipliers one that only sees
+            whether f_L rises, for the log.
         averages ([`LossAverages`]): of the layer losses that move the multipliers.
         warmup_losses (`np.ndarray`): the averages `[L]` at the end of the warm-up; zeros where nothing was learned.
     """
@@ -36,8 +41,12 @@ class DualAscent:
     ):
         self.multipliers = building.multipliers_of(args, num_rows)
         self.guard: LastLayerGuard | None = None
-        if args.objective_class.moves_multipliers and args.max_last_layer_rise is not None:
-            self.guard = LastLayerGuard(args.max_last_layer_rise)
+        self.watch: LastLayerGuard | None = None
+        if args.objective_class.is_constrained:
+            limit = args.max_last_layer_rise
+            self.watch = LastLayerGuard(WATCHED_RISE if limit is None else limit)
+            if args.objective_class.moves_multipliers and limit is not None:
+                self.guard = self.watch
         self.averages = LossAverages(num_layers, steps_per_reading)
         self.warmup_losses = np.zeros(num_layers, dtype=np.float32)
         self._steps_per_reading = steps_per_reading
@@ -45,8 +54,8 @@ class DualAscent:
     def observe(self, layer_losses: np.ndarray) -> None:
         """Take in losses `[L]`, without a step of the multipliers."""
         self.averages.add(layer_losses)
-        if self.guard is not None:
-            self.guard.observe(layer_losses[-1].item())
+        if self.watch is not None:
+            self.watch.observe(layer_losses[-1].item())
 
     def end_warmup(self) -> None:
         """Keep the averages of the warm-up."""

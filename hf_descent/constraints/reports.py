@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from .ascent import DualAscent
-from .guard import LastLayerGuard
 from .problem import AT_CHANCE, DescentProblem
 from .window import LossWindow, is_below
 
@@ -76,7 +75,7 @@ class DualReports:
         logged = self._logged.copy()
         self._logged.fill(0)
         self._warn_of_faults()
-        self._warn_of_rise(ascent.guard)
+        self._warn_of_rise(ascent)
         if logged[-1] == 0:
             return {}
 
@@ -124,7 +123,7 @@ class DualReports:
         These means are no certificate: the model, or the multipliers, were fitted to this data.
         """
         self._warn_of_faults()
-        self._warn_of_rise(ascent.guard)
+        self._warn_of_rise(ascent)
 
         dual = self._dual
         problem = dual.problem
@@ -201,16 +200,21 @@ class DualReports:
 
     # ---- warnings ----
 
-    def _warn_of_rise(self, guard: LastLayerGuard | None) -> None:
+    def _warn_of_rise(self, ascent: DualAscent) -> None:
         """Log, once, that the loss of the last layer has risen by more than its limit."""
-        if guard is None or guard.highest_rise() is None or not self.is_first("rise"):
+        watch = ascent.watch
+        if watch is None or watch.highest_rise() is None or not self.is_first("rise"):
             return
-        highest, best = guard.highest_rise()
+        highest, best = watch.highest_rise()
+        limits = "Nothing limits this (`max_last_layer_rise` limits the multipliers of 'descent')."
+        if ascent.guard is not None:
+            limits = (
+                f"The multipliers shrink while it is more than {watch.max_rise:.1%} above its best value "
+                "(`max_last_layer_rise`), so that the constraints give way."
+            )
         logger.warning(
             f"The constraints make the last layer worse: its loss rose from {best:.4g} to {highest:.4g} "
-            f"({(highest - best) / abs(best):+.1%}). The multipliers shrink while it is more than "
-            f"{guard.max_rise:.1%} above its best value (`max_last_layer_rise`), so that the constraints give way. "
-            f"Ask for less: {self._ways_to_ask_less()}."
+            f"({(highest - best) / abs(best):+.1%}). {limits} Ask for less: {self._ways_to_ask_less()}."
         )
 
     def _warn_of_faults(self) -> None:

@@ -283,6 +283,18 @@ def test_a_rise_is_said_once_with_numbers_and_what_to_ask_less(caplog):
     assert logs["last_layer_rise"] == pytest.approx(0.5, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"max_last_layer_rise": None}, {"objective": "quadratic"}], ids=str
+)
+def test_a_rise_that_nothing_limits_is_said_too(caplog, settings):
+    state = state_of(**settings)
+    for step in range(200):
+        dual_step(state, rising(step), step)
+    state.logs(200)
+    (told,) = [record.message for record in caplog.records if "last layer worse" in record.message]
+    assert "Nothing limits this" in told and "shrink" not in told
+
+
 def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     straight, first = state_of(), state_of()
     for step in range(200):

@@ -414,7 +414,7 @@ def exits() -> str:
                 cells.append(against_plain(task, [run["certify"][-1] for run in met]))
         rows.append([MODELS[task.split("_")[0]], asked_of(task), *cells])
     header = [
-        "model", "asked", "constrained: seeds met", "runs", "f_L against plain",
+        "model", "asked", "constrained: seeds met", "runs", "constrained: f_L against plain",
         "fixed weights: seeds met", "runs",
     ]  # fmt: skip
     return markdown(header, rows)

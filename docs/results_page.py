@@ -802,6 +802,19 @@ def defaults_by_kind() -> str:
     return markdown(*script("defaults").table(lines_of("defaults.jsonl")))
 
 
+def price_by_kind() -> str:
+    """The price of the defaults, that of the same without a limit on the last layer's loss, and the gain kept."""
+    header, lines = script("defaults").table(lines_of("defaults.jsonl"))
+    lines = [dict(zip(header, line)) for line in lines]
+    free = {line["kind"]: line for line in lines if line["arm"] == "no limit"}
+    rows = [
+        [line["kind"], line["price"], free[line["kind"]]["price"], line["share of gain"]]
+        for line in lines
+        if line["arm"] == "defaults" and line["kind"] in free
+    ]
+    return markdown(["kind", "price", "at 0.02, no limit", "gain kept"], rows)
+
+
 def language_model_exits() -> str:
     """An exit of language models at several dual rates, beside plain training."""
     return markdown(*script("defaults").exit_table(lines_of("defaults.jsonl")))
@@ -1001,6 +1014,7 @@ TABLES = {
     "holds": holds,
     "defaults": defaults,
     "defaults by kind": defaults_by_kind,
+    "price by kind": price_by_kind,
     "exits under the limit": exits_under_the_limit,
     "language model exits": language_model_exits,
     "exits of language models": exits_of_language_models,

@@ -36,6 +36,7 @@ from .models import give_linear_readout
 from .readout.pooling import reads_one_token
 from .readout.replay import probing
 from .readout.stack import unwrapped
+from .readout.tape import assigned
 from .runs import RunFolder
 from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
@@ -419,11 +420,12 @@ class DescentMixin:
             known[id(rows)] = (rows, plain)
         return plain
 
-    def _get_eval_sampler(self, eval_dataset):
-        if self._kind.evaluates_layers:
-            # In the order of the data, not by length: the price compares the rows of two evaluations in pairs.
-            return None
-        return super()._get_eval_sampler(eval_dataset)
+    def get_eval_dataloader(self, eval_dataset=None):
+        if not self._kind.evaluates_layers:
+            return super().get_eval_dataloader(eval_dataset)
+        # In the order of the data, not by length: the price compares the rows of two evaluations in pairs.
+        with assigned([(self.args, "train_sampling_strategy")], "sequential"):
+            return super().get_eval_dataloader(eval_dataset)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         self._run.begin_evaluation()

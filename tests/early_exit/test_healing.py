@@ -457,5 +457,5 @@ def test_sets_are_judged_before_and_after_healing_together(tmp_path):
 
 def test_an_evaluation_needs_rows(tmp_path):
     trainer, _ = healing("bert", tmp_path)
-    with pytest.raises(ValueError, match="no `eval_dataset`; give rows"):
+    with pytest.raises(ValueError, match="no `eval_dataset`; give data"):
         trainer.evaluate_layers()

@@ -1,7 +1,7 @@
 """The rules by which multipliers and slacks move: from a gradient to the direction of a step.
 
-A rule is a function of a gradient `[L]` and of what it remembers, `Moments`, which it brings up to date. It returns
-the direction `[L]`. `multipliers.py` has the formulas.
+A rule is a function of a gradient `[L]` and of what it remembers, `Moments`, whose means it brings up to date. It
+returns the direction `[L]`. `multipliers.py` has the formulas.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Moments:
     """What a rule remembers of the gradients so far, in float32.
 
     Attributes:
-        steps (`np.ndarray`): their number, `[1]`.
+        steps (`np.ndarray`): their number, the present one included, `[1]`.
         mean (`np.ndarray`): their running mean, `[L]`.
         square (`np.ndarray`): the running mean of their squares, `[L]`; of "adam" only.
     """
@@ -34,16 +34,13 @@ class Moments:
 
 def sgd(gradient: np.ndarray, moments: Moments) -> np.ndarray:
     """Plain ascent: the gradient itself."""
-    moments.steps = moments.steps + np.float32(1)
     return gradient
 
 
 def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
     """A PI controller on the bounded gradient: what changes counts `DAMPING` times what is."""
     bounded = (gradient / BOUND).clip(-1, 1)
-    before = moments.mean if moments.steps > 0 else bounded
-
-    moments.steps = moments.steps + np.float32(1)
+    before = moments.mean if moments.steps > 1 else bounded
     moments.mean = before + (1 - BETAS[0]) * (bounded - before)
     return bounded + DAMPING * (moments.mean - before)
 
@@ -51,7 +48,6 @@ def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
 def adam(gradient: np.ndarray, moments: Moments) -> np.ndarray:
     """Adam (Kingma, Ba 2015), without decay of weights."""
     beta1, beta2 = BETAS
-    moments.steps = moments.steps + np.float32(1)
     moments.mean = moments.mean + (1 - beta1) * (gradient - moments.mean)
     moments.square = moments.square + (1 - beta2) * (gradient**2 - moments.square)
 
@@ -64,3 +60,9 @@ RULES: dict[str, Callable[[np.ndarray, Moments], np.ndarray]] = {
     "pi": pi,
     "sgd": sgd,
 }
+
+
+def direction(rule: str, gradient: np.ndarray, moments: Moments) -> np.ndarray:
+    """The direction `[L]` of one step more by the rule of that name."""
+    moments.steps = moments.steps + np.float32(1)
+    return RULES[rule](gradient, moments)

@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .dual_rules import RULES, Moments
+from .dual_rules import RULES, Moments, direction
 
 
 OPTIMS = tuple(RULES)
@@ -101,7 +101,7 @@ class Multipliers:
         gradient = violations
         if self.resilience > 0:
             gradient = violations - self.relaxation.numpy()  # [layers]
-        ascent = RULES[self.optim](gradient, self.moments)
+        ascent = direction(self.optim, gradient, self.moments)
         values = (before + self.learning_rate * ascent).clip(min=0, max=self.maximum)
 
         if share < 1:
@@ -112,7 +112,7 @@ class Multipliers:
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
             slacks = self.slacks.numpy()
-            descent = RULES[self.optim](slacks / self.resilience - before, self.slack_moments)
+            descent = direction(self.optim, slacks / self.resilience - before, self.slack_moments)
             self.slacks = _as_tensor((slacks - self.slack_learning_rate * descent).clip(min=0))
         self.values = _as_tensor(values)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..evaluation.comparison import Run, compare
 from ..evaluation.plots import save_comparison
-from ..evaluation.side_by_side import SideBySide, seconds_of
+from ..evaluation.side_by_side import SideBySide, seconds_in
 from ..runs import RunFolder
 from .closing import next_step
 
@@ -65,7 +65,7 @@ def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySid
     if not plain.was_trained_plainly or other.objective is None or other.was_trained_plainly:
         return []
 
-    seconds = seconds_of(plain.folder, other.folder)
+    seconds = (seconds_in(plain.folder), seconds_in(other.folder))
     return [
         SideBySide(plain.profiles[gamma], other.profiles[gamma], other.objective.name, seconds)
         for gamma in sorted(plain.profiles.keys() & other.profiles.keys())

@@ -31,13 +31,13 @@ class SideBySide:
         plain ([`LayerProfile`]): of plain training.
         trained ([`LayerProfile`]): of training with another objective, from the same start.
         objective (`str`): that objective.
-        seconds (`tuple`, *optional*): how long plain training and the other took.
+        seconds (`tuple`): how long plain training and the other took; `None` for one where it is not known.
     """
 
     plain: LayerProfile
     trained: LayerProfile
     objective: str = "descent"
-    seconds: tuple[float, float] | None = None
+    seconds: tuple[float | None, float | None] = (None, None)
 
     def __post_init__(self):
         if self.plain.data != self.trained.data or self.plain.gamma != self.trained.gamma:
@@ -93,9 +93,9 @@ class SideBySide:
 
     def _times(self) -> list[str]:
         """The line about the time of both trainings; none where one is not known."""
-        if self.seconds is None:
-            return []
         plain, trained = self.seconds
+        if plain is None or trained is None:
+            return []
         return [
             f"Training took {trained:.4g} s, plain training {plain:.4g} s ({trained / plain:.2f} times)."
         ]
@@ -145,18 +145,9 @@ def side_by_side(folder: str) -> list[SideBySide]:
     for profile in run.results(LayerProfile, "layer_profile*"):
         plain = plain_profile(folder, run.summary, profile)
         if plain is not None:
-            seconds = seconds_of(os.path.join(folder, PLAIN_FOLDER), folder)
+            seconds = (seconds_in(os.path.join(folder, PLAIN_FOLDER)), seconds_in(folder))
             pairs.append(SideBySide(plain, profile, run.summary["objective"], seconds))
     return pairs
-
-
-def seconds_of(plain_folder: str, folder: str) -> tuple[float, float] | None:
-    """How long the trainings in two folders took; `None` where a folder does not tell."""
-    plain = seconds_in(plain_folder)
-    trained = seconds_in(folder)
-    if plain is None or trained is None:
-        return None
-    return plain, trained
 
 
 def seconds_in(folder: str) -> float | None:

@@ -177,11 +177,10 @@ def train_both(
             f"{os.path.join(trainer.args.output_dir, PLAIN_FOLDER)!r}, and resume."
         )
 
-    times = (
+    seconds = (
         seconds_in(os.path.join(trainer.args.output_dir, PLAIN_FOLDER)),
         seconds_of_logs(trainer.state.log_history),
     )
-    seconds = None if None in times else times
     return SideBySide(plain, profile, trainer.args.objective, seconds)
 
 

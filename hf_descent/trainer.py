@@ -483,7 +483,7 @@ class DescentMixin:
 
     @property
     def _reads_one_token(self) -> bool:
-        return self._readout is None and reads_one_token(unwrapped(self.model))
+        return reads_one_token(unwrapped(self.model), self._readout)
 
     def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
         """The earlier losses of the last layer on an evaluation set in this process, by the time of measuring."""

@@ -24,8 +24,11 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str
     return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
-def reads_one_token(model: nn.Module) -> bool:
-    """Whether `model` is a classifier of texts whose head reads one token ([CLS], or the last one)."""
+def reads_one_token(model: nn.Module, readout: Callable | None = None) -> bool:
+    """Whether `model` is a classifier of texts whose head reads one token ([CLS], or the last one), with no `readout`
+    in the place of that head."""
+    if readout is not None:
+        return False
     model = inner_model(model)
     config = getattr(model, "config", None)
     reads_mean = "mean" in (

@@ -211,7 +211,7 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
     of the warm-up, or a tenth of the run, on. `steps` have been trained."""
     if dual.problem is None or steps < max(dual.active_from, dual.max_steps // 10):
         return
-    if readout.readout is not None or not reads_one_token(readout.model):
+    if not reads_one_token(readout.model, readout.readout):
         return
 
     mean_losses = dual.settled().averages.means

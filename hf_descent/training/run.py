@@ -263,6 +263,6 @@ class DescentRun:
         if "loss" in logs:
             return self.dual.logs(step)
         advice = ""
-        if self.readout.readout is None and reads_one_token(self.readout.model):
+        if reads_one_token(self.readout.model, self.readout.readout):
             advice = ONE_TOKEN
         return self.dual.report(advice)

@@ -264,7 +264,7 @@ def test_the_script_of_the_readme_ends_in_a_folder_that_the_commands_continue(
     exec(with_local_names(script, local), {})
     assert "exit_2" in capsys.readouterr().out
 
-    block = re.search(r"with these commands:\n\n```bash\n(.*?)```", README, re.DOTALL)[1]
+    block = re.search(r"Use the saved folder:\n\n```bash\n(.*?)```", README, re.DOTALL)[1]
     lines = with_local_names(block.replace("--layer 3", "--layer 2"), local).splitlines()
     commands = [shlex.split(line, comments=True)[1:] for line in lines]
     assert [command[0] for command in commands] == ["exit", "export", "card", "show"]

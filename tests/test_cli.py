@@ -147,7 +147,7 @@ def test_every_command_has_help(capsys):
         printed = shown(capsys, name, flag)
         assert f"usage: hf-descent {name}" in printed
         if name == "evaluate":  # whose help is the whole text
-            assert "Not `seed`" in printed
+            assert "another `seed`" in printed
 
 
 def test_the_help_begins_with_the_descent_and_leaves_most_of_trainers_arguments_to_help_all(

@@ -147,7 +147,7 @@ def report(
         trainer.save_metrics(split, {**metrics_of(results, split), **metrics})
         if is_first:
             print(
-                f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n"
+                f"Of the {split} examples (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n"
             )
             print(tables(results), end="\n\n")
 

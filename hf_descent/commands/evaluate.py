@@ -57,7 +57,7 @@ class EvaluateArguments:
     )
     confidence: float = HfArg(default=0.95, help="Confidence level of the verdicts.")
     per_device_eval_batch_size: int = HfArg(
-        default=32, help="Rows in a batch. Another size draws other noise."
+        default=32, help="Examples in a batch. Another size draws other noise."
     )
     results_dir: str | None = HfArg(
         default=None,
@@ -121,8 +121,8 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     answered = rows.filter(_has_labels)
     if len(answered) < len(rows):
         print(
-            f"Dropped {len(rows) - len(answered)} of the {len(rows)} {split} rows: their prompts leave no room for an "
-            f"answer in {limit} tokens."
+            f"Dropped {len(rows) - len(answered)} of the {len(rows)} {split} examples: their prompts leave no room "
+            f"for an answer in {limit} tokens."
         )
 
     return Task(

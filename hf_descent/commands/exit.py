@@ -73,7 +73,7 @@ class ExitArguments:
             "layer."
         ),
     )
-    heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training rows.")
+    heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training examples.")
     heal_learning_rate: float = HfArg(
         default=3e-4,
         help="With `heal`: the highest learning rate. A norm or an affine map takes a higher one.",

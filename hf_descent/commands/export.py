@@ -36,7 +36,7 @@ As a draft of the whole model, whose text stays what it is (measure whether it i
   python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf \\
     --spec-type draft-simple -md draft.gguf --spec-draft-n-max 4"""
 ONNX = """\
-With ONNX Runtime, for rows of any number and length:
+With ONNX Runtime, for examples of any number and length:
   session = onnxruntime.InferenceSession("{draft}/model.onnx")
   names = [node.name for node in session.get_inputs()]
   inputs = AutoTokenizer.from_pretrained("{draft}")(texts, padding=True, return_tensors="np")

@@ -88,8 +88,8 @@ def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
     is_named = data_args.validation_split or data_args.validation_file
     if not is_named and not record_of(name).keys() & {*SOURCES}:
         print(
-            "Warning: the validation rows are drawn from the training split, so the model may have been trained on "
-            "them. Name other rows by `--validation_split` or `--validation_file`.\n"
+            "Warning: the validation examples are drawn from the training split, so the model may have been trained "
+            "on them. Name other examples by `--validation_split` or `--validation_file`.\n"
         )
 
 
@@ -109,7 +109,7 @@ def read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerB
         return pairs
     if len(answered) < len(pairs):
         print(
-            f"Dropped {len(pairs) - len(answered)} of the {len(pairs)} rows: they have no `output`."
+            f"Dropped {len(pairs) - len(answered)} of the {len(pairs)} examples: they have no `output`."
         )
     return answered
 
@@ -128,7 +128,7 @@ def labelled_rows(
 
     if len(long_enough) < len(rows):
         count = len(rows) - len(long_enough)
-        print(f"Dropped {count} of the {len(rows)} rows: they have fewer than 2 tokens.")
+        print(f"Dropped {count} of the {len(rows)} examples: they have fewer than 2 tokens.")
 
     return long_enough
 

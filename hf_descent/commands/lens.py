@@ -44,12 +44,12 @@ PAGE = """\
 
 {table}
 
-Each layer is read by the model's own head, on {items} labelled rows or tokens. *Loss* and *{metric}* are those of the
-model if it stopped after the layer. *Entropy* says how sure its predictions are, in nats: 0 is sure. *Norm* is the
+Each layer is read by the model's own head, on {items} labelled examples or tokens. *Loss* and *{metric}* are those of
+the model if it stopped after the layer. *Entropy* says how sure its predictions are, in nats: 0 is sure. *Norm* is the
 mean length of the hidden states. +- is half of a 95 % interval.
 """
 FITTED = """
-*Fitted loss* is read through an affine map of each layer in front of the head. The maps learned on other rows to
+*Fitted loss* is read through an affine map of each layer in front of the head. The maps learned on other examples to
 predict what the last layer predicts. Where it is far below the loss, the layer knows more than the head can read.
 """
 
@@ -61,22 +61,22 @@ class LensArguments:
     data: str | None = HfArg(
         default=None,
         help=(
-            "csv, tsv, json or parquet file of held-out rows; a language model needs one. Default: the test rows of a "
-            "run, or half of its validation rows."
+            "csv, tsv, json or parquet file of held-out examples; a language model needs one. Default: the test "
+            "examples of a run, or half of its validation examples."
         ),
     )
     fit: Literal["none", "affine"] = HfArg(
         default="none",
         help=(
-            "affine: fit a map to each layer in front of the head, on training rows (of `train_file`, or of a run), "
-            "and show its loss, too."
+            "affine: fit a map to each layer in front of the head, on training examples (of `train_file`, or of a "
+            "run), and show its loss, too."
         ),
     )
     output_dir: str | None = HfArg(
         default=None,
         help="Folder for the results. Default: the model's own, or this one for a model on the Hub.",
     )
-    batch_size: int = HfArg(default=8, help="Rows in a batch.")
+    batch_size: int = HfArg(default=8, help="Examples in a batch.")
     image_column: str = HfArg(
         default="image",
         help="Image classifiers: column of the images, or of the numbers that the model reads.",
@@ -137,7 +137,7 @@ def _classifier_rows(
 def _train_file(args: LensArguments, data_args: DataArguments) -> str:
     if data_args.train_file is None:
         raise ValueError(
-            f"`fit` is {args.fit!r}, which needs rows of training: give a file like `data` by `train_file`."
+            f"`fit` is {args.fit!r}, which needs examples of training: give a file like `data` by `train_file`."
         )
     return data_args.train_file
 

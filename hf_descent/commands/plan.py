@@ -38,12 +38,12 @@ UNPLANNED = (  # settings that change what a step holds, unseen by the plan
 
 NOTES = """\
 - The probe before the first step takes {probe:.1f} GiB beside the weights.
-- Rows are taken as full, with a label for every token. A step fits if {rest:.0%} of {gpu_memory} remain free.
+- Every example has the full length, and every token a label. A step fits if {rest:.0%} of {gpu_memory} remain free.
 - Plain training is that of the stock `Trainer`, with the logits of all tokens; `SFTTrainer` computes them in parts.
-- The `--launch` rows are for bf16 and float32 shards of what is trained. Under DeepSpeed hidden states and readout
+- The `--launch` lines are for bf16 and float32 shards of what is trained. Under DeepSpeed hidden states and readout
   have the recipe's precision.
-- What this model cannot have has no row.
-- Rows held out for the multipliers are not planned. They take forward passes without gradients."""
+- What this model cannot have has no line.
+- Examples of a `dual_dataset` are not planned. They take forward passes without gradients."""
 
 
 @dataclass
@@ -115,7 +115,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     length = args.max_length if is_language_model else data_args.max_seq_length
     if not length:
         name = "max_length" if is_language_model else "max_seq_length"
-        raise ValueError(f"Say how long rows are: set `{name}`.")
+        raise ValueError(f"Say how long examples are: set `{name}`.")
 
     recipe = PlannedRecipe(partial(load, module), model_args, args, length, is_language_model)
     probe = recipe.model.probe()

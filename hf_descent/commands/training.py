@@ -192,7 +192,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     trainer.save_metrics(prefix, metrics)
     if trainer.is_world_process_zero():
         RunFolder(args.output_dir).write(results)
-        parts = [format_table(scores), f"Of the {split} rows:", tables(results)]
+        parts = [format_table(scores), f"Of the {split} examples:", tables(results)]
         print("\n\n".join(parts), end="\n\n")
 
     return closing_lines(args.output_dir, profiles[-1], after_training(args.output_dir))

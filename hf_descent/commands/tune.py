@@ -103,7 +103,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     print(table(trials, gamma))
     best = trials[0]
     print(
-        f"Trial {best['trial']} of {len(trials)} is the best, with {best['value']:.4g} on the validation rows at "
+        f"Trial {best['trial']} of {len(trials)} is the best, with {best['value']:.4g} on the validation examples at "
         f"noise level {gamma:g}. Written to {args.output_dir}"
     )
     command = module.__name__.rpartition(".")[2]

@@ -170,7 +170,7 @@ def _rows_of_lines(
         yield dict(zip_longest(names, cells[: len(names)]))
 
     if width is None:
-        raise ValueError("it has no rows below its first line")
+        raise ValueError("it has no examples below its first line")
 
 
 def _check_line(cells: list[str], number: int, width: int, layout: CsvLayout) -> None:

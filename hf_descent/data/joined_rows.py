@@ -61,19 +61,20 @@ def check_joined_rows(table: pyarrow.Table, path: str, separator: str, skips_bla
     suspects = []
     for index, cells in zip(indices, _rows(table.filter(has_long))):
         counts = _count_lines(cells, categories, separator, skips_blanks)
-        place = f"{_long_value(cells)} in row {index + 1}"
+        place = f"{_long_value(cells)} in example {index + 1}"
         if counts.are_rows:
             raise ValueError(
-                f"the value in quotes {place} holds several lines, most of them like rows; double each quote that is "
-                "part of a value and put the value in quotes, or give the rows as JSON lines if the value is meant so"
+                f"the value in quotes {place} holds several lines, most of which look like examples of their own; "
+                "double each quote that is part of a value and put the value in quotes. If the value is right, give "
+                "the examples as JSON lines"
             )
         if counts.may_be_rows:
             suspects.append(place)
 
     if suspects:
         logger.warning(
-            f"{path}: {len(suspects)} values in quotes hold several lines, of which some look like rows; the first is "
-            f"{suspects[0]}. If these lines are rows, a quote is out of place."
+            f"{path}: {len(suspects)} values in quotes hold several lines, some of which look like examples of their "
+            f"own; the first is {suspects[0]}. If these lines are examples, a quote is out of place."
         )
 
 

@@ -48,7 +48,7 @@ def load_json(path: str, columns: Sequence[str]) -> Dataset:
             types.setdefault(name, set()).update(_types_of(value))
 
     if not types:
-        raise ValueError("it has no rows")
+        raise ValueError("it has no examples")
     features = Features({name: _feature(of_column) for name, of_column in types.items()})
     return cached_rows(json_rows, features, path, columns=tuple(columns), types=features)
 
@@ -56,13 +56,13 @@ def load_json(path: str, columns: Sequence[str]) -> Dataset:
 def _check_value(value: Any, name: str, number: int) -> None:
     if isinstance(value, RoundedFloat):
         raise ValueError(
-            f"row {number}: `{name}` is a number with more digits than a float keeps ({value!r}); write it without a "
-            "point, or as a text"
+            f"example {number}: `{name}` is a number with more digits than a float keeps ({value!r}); write it "
+            "without a point, or as a text"
         )
     if isinstance(value, str) and HALF_CHARACTER.search(value):
         raise ValueError(
-            f"row {number}: `{name}` is {reprlib.repr(value)}, which holds half a character, as of an emoji that was "
-            "cut; repair or drop the row"
+            f"example {number}: `{name}` is {reprlib.repr(value)}, which holds half a character, as of an emoji that "
+            "was cut; repair or drop the example"
         )
 
 
@@ -108,7 +108,7 @@ def json_objects(path: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         if isinstance(row, str):  # a list of texts
             row = {"text": row}
         if not isinstance(row, dict):
-            raise ValueError(f"row {number} is {reprlib.repr(row)}, which is no object")
+            raise ValueError(f"example {number} is {reprlib.repr(row)}, which is no object")
         _check_keys(row, columns)
         yield row
 
@@ -147,7 +147,7 @@ def _members(path: str, columns: Sequence[str]) -> list[Any]:
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
-        raise ValueError("it holds neither rows nor columns")
+        raise ValueError("it holds neither examples nor columns")
 
     _check_keys(value, columns)
     used = {name: value[name] for name in columns if name in value}

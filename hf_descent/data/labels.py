@@ -151,7 +151,7 @@ def _fault(value: Any, feature: Any) -> str | None:
     """Why a value cannot be a label."""
     if not isinstance(value, Label):
         kind = type(value).__name__
-        return f"a {kind}: give one class per row, as a text, a whole number or a boolean"
+        return f"a {kind}: give one class per example, as a text, a whole number or a boolean"
     if isinstance(value, str) and re.search(r"[\r\n]", value.strip()):
         return "which has several lines: write the class in one line; in a csv file a quote may be out of place"
     if isinstance(feature, ClassLabel):
@@ -163,7 +163,7 @@ def _fault(value: Any, feature: Any) -> str | None:
     if isinstance(value, str):
         number = written_number(value)  # -1e0 and -01, too
     if number in UNKNOWN:
-        return "which may mean 'no label' or be a class: drop these rows, or rename the class"
+        return "which may mean 'no label' or be a class: drop these examples, or rename the class"
     if isinstance(value, float | Decimal) and whole_number(value) is None:
         return NO_CLASS
     return None
@@ -285,8 +285,8 @@ def class_labels(
     classes = sorted(set(names["train"]))
     if len(classes) < 2:
         raise ValueError(
-            f"The labelled training rows are all of one class, {classes} (column `{column}`): name another "
-            "`label_column`, or add rows of other classes."
+            f"The labelled training examples are all of one class, {classes} (column `{column}`): name another "
+            "`label_column`, or add examples of other classes."
         )
     if given_names is not None:
         classes = given_names
@@ -356,7 +356,7 @@ def _check_known(
     raise ValueError(
         f"The {split} split has the classes [{listed(unknown)}] ({place}), which the training split does not: "
         f"[{listed(classes)}]. Write the labels of all splits alike (true and false are no numbers of a "
-        "`ClassLabel`), and drop rows of classes that training lacks."
+        "`ClassLabel`), and drop examples of classes that training lacks."
     )
 
 
@@ -382,7 +382,7 @@ def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
         order = ", the rarest first"
     report = listed(classes, lambda name: f"{_spelled(name)}: {counts[name]}")
     logger.warning(
-        f"The training data has {len(names)} labelled rows of {len(classes)} classes{order}: {report}."
+        f"The training data has {len(names)} labelled examples of {len(classes)} classes{order}: {report}."
     )
 
 

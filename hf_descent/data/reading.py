@@ -49,8 +49,8 @@ UNREADABLE = (
     *DAMAGED,
 )
 REMEDIES = {
-    "csv": "Give rows in UTF-8 under a first line that names the columns.",
-    "json": "Give rows in UTF-8, as JSON lines or a list of objects.",
+    "csv": "Give examples in UTF-8 under a first line that names the columns.",
+    "json": "Give examples in UTF-8, as JSON lines or a list of objects.",
     "parquet": "Give a parquet file of such columns.",
 }
 
@@ -129,7 +129,7 @@ def load_parquet(path: str, columns: Sequence[str]) -> Dataset:
         count = content.metadata.num_rows
 
     if count == 0:
-        raise ValueError("it has no rows")
+        raise ValueError("it has no examples")
 
     times = Counter(schema.names)
     fields = []
@@ -142,7 +142,7 @@ def load_parquet(path: str, columns: Sequence[str]) -> Dataset:
         elif field.name in columns:
             raise ValueError(
                 f"its column {field.name!r} has the type {field.type}, which cannot be used; give one text, number or "
-                "boolean per row"
+                "boolean per example"
             )
 
     selection = {}

@@ -53,13 +53,14 @@ class RowArguments:
     """How many rows are used, and which seed draws them."""
 
     split_seed: int = HfArg(
-        default=0, help="Seed of draws of rows. Not `seed`: runs that differ in it share rows."
+        default=0,
+        help="Seed that draws the examples. Runs with another `seed` still use the same examples.",
     )
     max_train_samples: int | None = HfArg(
-        default=None, help="Train on so many rows, drawn at random."
+        default=None, help="Train on at most so many examples, drawn at random."
     )
     max_eval_samples: int | None = HfArg(
-        default=None, help="Evaluate on so many rows of each split, drawn at random."
+        default=None, help="Evaluate on at most so many examples of each split, drawn at random."
     )
 
     def __post_init__(self):
@@ -101,7 +102,7 @@ class SplitArguments(RowArguments):
     test_file: str | None = HfArg(default=None, help="The same for `test_split`.")
     validation_split_percentage: float = HfArg(
         default=5.0,
-        help="Share of the training rows, in percent, to hold out where no validation rows are given.",
+        help="Percent of the training examples to hold out if you give no validation examples.",
     )
 
     def __post_init__(self):
@@ -155,7 +156,7 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
         if error.__cause__ is not None:
             cause = error.__cause__
         raise ValueError(
-            f"`dataset_name` is {name!r}, whose rows `datasets` cannot read ({cause}); give its files by "
+            f"`dataset_name` is {name!r}, whose examples `datasets` cannot read ({cause}); give its files by "
             "`train_file`, `validation_file` and `test_file`."
         ) from error
     _report_guessed_types(name, rows)
@@ -188,7 +189,7 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     if "validation" not in splits:
         if len(splits["train"]) < 2:
             raise ValueError(
-                "The training split has one row, and none can be held out of it: give validation rows, too."
+                "The training split has one example, and none can be held out of it: give validation examples, too."
             )
 
         halves = splits["train"].train_test_split(
@@ -222,17 +223,17 @@ def drop_rows(rows: Dataset, reasons: Mapping[int, str], split: str, column: str
     """The rows but for those whose index has a reason; how many are left out, and why, goes on the screen. ValueError
     where no row is left, for want of a value of `column`."""
     if len(rows) == 0:
-        raise ValueError(f"The {split} split has no rows.")
+        raise ValueError(f"The {split} split has no examples.")
 
     counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(reasons.values()).items())
 
     if len(reasons) == len(rows):
-        raise ValueError(f"The {split} split has no row with a value of `{column}` ({counts}).")
+        raise ValueError(f"The {split} split has no example with a value of `{column}` ({counts}).")
     if not reasons:
         return rows
 
     logger.warning(
-        f"Dropped {len(reasons)} of the {len(rows)} {split} rows: they are without `{column}` "
+        f"Dropped {len(reasons)} of the {len(rows)} {split} examples: they are without `{column}` "
         f"({counts}; {name_rows(reasons)})."
     )
     return rows.select([index for index in range(len(rows)) if index not in reasons])
@@ -248,12 +249,12 @@ def name_rows(indices: Collection[int]) -> str:
     """Rows by their place in the file or split, counted from 1 below the names of columns."""
     numbers = [str(index + 1) for index in sorted(indices)]
     if len(numbers) == 1:
-        return f"row {numbers[0]}"
+        return f"example {numbers[0]}"
     named = ", ".join(numbers[:MOST_ROWS_NAMED])
     more = len(numbers) - MOST_ROWS_NAMED
     if more > 0:
         named += f" and {more} more"
-    return f"rows {named}"
+    return f"examples {named}"
 
 
 def check_texts(
@@ -280,6 +281,6 @@ def check_texts(
         ]
         if broken:
             raise ValueError(
-                f"{source} has {len(broken)} rows whose {name} is not a string ({name_rows(broken)}); repair or drop "
-                "them."
+                f"{source} has {len(broken)} examples whose {name} is not a string ({name_rows(broken)}); repair or "
+                "drop them."
             )

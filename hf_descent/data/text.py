@@ -180,8 +180,8 @@ def tokenize(
         if empty:
             bare = sorted({batch[name][index] for index in empty for name in texts})
             raise ValueError(
-                f"The tokenizer makes no token of some rows of the {split} split, whose texts are {bare}: drop these "
-                "rows, or take a tokenizer that puts special tokens around a text."
+                f"The tokenizer makes no token of some examples of the {split} split, whose texts are {bare}: drop "
+                "these examples, or take a tokenizer that puts special tokens around a text."
             )
         return tokens
 
@@ -222,7 +222,8 @@ def _report_blanks(texts: Dataset, split: str, ignored: Mapping[int, str]) -> No
     ]
     if blank:
         logger.warning(
-            f"{len(blank)} of the {len(texts)} {split} rows have an empty text ({name_rows(blank)}). They are kept."
+            f"{len(blank)} of the {len(texts)} {split} examples have an empty text ({name_rows(blank)}). They are "
+            "kept."
         )
 
 

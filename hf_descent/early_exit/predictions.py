@@ -80,7 +80,7 @@ class PredictionReader:
         problem = getattr(model.config, "problem_type", None)
         if problem == "multi_label_classification":
             raise ValueError(
-                f"{type(model).__name__} gives several labels a row, which has no one distribution: it cannot "
+                f"{type(model).__name__} gives several labels an example, which has no one distribution: it cannot "
                 "be healed. Cut it by `keep_layers`, and fine-tune it."
             )
         if labels.is_floating_point():

@@ -125,7 +125,7 @@ def fit_lens(
 def _order(dataset: Dataset | list, count: int, seed: int) -> list[int]:
     """The numbers of `count` rows, all of them in a new order in each pass; ValueError where there are none."""
     if not len(dataset):
-        raise ValueError("`dataset` is empty; give labelled rows of training.")
+        raise ValueError("`dataset` is empty; give labelled examples of training.")
     generator = torch.Generator().manual_seed(seed)
     order = []
     while len(order) < count:

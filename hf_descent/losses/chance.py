@@ -92,7 +92,7 @@ class ChanceLoss:
         elif self.moments.shape == moments.shape:
             self.moments = self.moments + moments
         else:
-            raise unmeasurable("labels that are numbers in rows of several lengths")
+            raise unmeasurable("labels that are numbers in examples of several lengths")
 
         return number
 

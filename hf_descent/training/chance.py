@@ -95,7 +95,7 @@ def _mean_over_processes(accelerator: Accelerator, measure: Callable[[], float])
     if failure is not None:
         raise failure
     if math.isnan(total):
-        raise unmeasurable("the rows of another process, whose error says why")
+        raise unmeasurable("the examples of another process, whose error says why")
     return total / accelerator.num_processes
 
 

@@ -121,8 +121,8 @@ def _check_processes(trainer: Trainer) -> None:
     for name, size in sizes.items():
         if size > 1:
             raise ValueError(
-                f"{name} parallelism is not supported: a layer's loss needs whole rows of tokens and classes in one "
-                "process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
+                f"{name} parallelism is not supported: a layer's loss needs all tokens and classes of an example in "
+                "one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
             )
 
 

@@ -33,8 +33,8 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
 
     if error > _rounding(model, trainer):
         raise ValueError(
-            f"{type(model).__name__} lets the documents of a packed row see one another: its logits change by "
-            f"{error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
+            f"{type(model).__name__} lets the documents of a packed example see one another: its logits change "
+            f"by {error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
             "meant to be joined `packing_strategy='wrapped'`; with flash attention some models keep them apart."
         )
 

@@ -53,7 +53,7 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
         return inputs
     logger.warning_once(
         f"All labels of the first batch are {IGNORE_INDEX}, so nothing is learned from it. Check how labels are "
-        "masked, and the length at which rows are cut."
+        "masked, and the length at which examples are cut."
     )
     labelled = dict(inputs)
     for name in names:

@@ -236,7 +236,9 @@ def test_prompts_without_room_for_an_answer_are_counted(tmp_path, capsys):
     args = InstructionArguments(train_file=str(tmp_path / "rows.json"))
     args.validation_file = args.train_file
     assert len(language_task(str(tmp_path / "model"), args).rows) == 2
-    reported = "Dropped 1 of the 3 validation rows: their prompts leave no room for an answer in 64"
+    reported = (
+        "Dropped 1 of the 3 validation examples: their prompts leave no room for an answer in 64"
+    )
     assert reported in capsys.readouterr().out
 
 

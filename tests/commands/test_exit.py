@@ -129,7 +129,7 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
     with pytest.raises(ValueError, match="`text_file` is None"):
         cli.main(["exit", folder])
     (tmp_path / "texts.json").write_text('{"text": null}')
-    with pytest.raises(ValueError, match=r"texts\.json has 1 rows whose text is not a string"):
+    with pytest.raises(ValueError, match=r"texts\.json has 1 examples whose text is not a string"):
         cli.main(["exit", folder, "--text_file", str(tmp_path / "texts.json")])
 
 
@@ -165,14 +165,14 @@ def test_rows_that_are_left_out_are_counted(tmp_path, monkeypatch, capsys):
     assert len(seen_by_the_profile(monkeypatch, *words, "9")) == 6
     texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 3 - row // 2)
     assert len(seen_by_the_profile(monkeypatch, *words, "9")) == 4  # of 3 and 2 tokens
-    assert "Dropped 2 of the 6 rows: they have fewer than 2 tokens." in capsys.readouterr().out
+    assert "Dropped 2 of the 6 examples: they have fewer than 2 tokens." in capsys.readouterr().out
     with pytest.raises(ValueError, match="No text, cut to 1 tokens, has more than one token"):
         seen_by_the_profile(monkeypatch, *words, "1")
 
     rows = [{"instruction": f"w{i}", "output": "w1" if i else ""} for i in range(3)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     seen_by_the_profile(monkeypatch, folder, "--instructions", tmp_path / "rows.json")
-    assert "Dropped 1 of the 3 rows: they have no `output`." in capsys.readouterr().out
+    assert "Dropped 1 of the 3 examples: they have no `output`." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answered", [True, False])

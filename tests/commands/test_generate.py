@@ -191,10 +191,10 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     ):
         answers("x.json")
     Path(instructions).write_text(json.dumps([{"instruction": None}]))
-    with pytest.raises(ValueError, match="1 rows whose instruction is not a string"):
+    with pytest.raises(ValueError, match="1 examples whose instruction is not a string"):
         answers("v.json")
     Path(instructions).write_text(json.dumps([{"instruction": "Double it", "input": 0}]))
-    with pytest.raises(ValueError, match="1 rows whose input is not a string"):
+    with pytest.raises(ValueError, match="1 examples whose input is not a string"):
         answers("u.json")
 
 

@@ -130,7 +130,7 @@ def test_micro_batches_are_named(plan_of_a_classifier):
 
 def test_what_the_launchers_rows_hold_is_said(plan_of_a_classifier):
     assert "bf16 and float32 shards of what is trained" in plan_of_a_classifier
-    assert "Rows held out for the mult" in plan_of_a_classifier
+    assert "Examples of a `dual_dataset`" in plan_of_a_classifier
 
 
 def test_what_is_compared_and_what_fits_is_said(plan_of_a_classifier):

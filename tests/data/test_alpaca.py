@@ -38,7 +38,8 @@ def test_rows_become_alpacas_prompts(train_file, caplog):
     )
     assert [len(splits[name]) for name in ("train", "validation")] == [30, 10]
     assert (
-        "Dropped 1 of the 41 train rows: they are without `output` (empty: 1; row 1)" in caplog.text
+        "Dropped 1 of the 41 train examples: they are without `output` (empty: 1; example 1)"
+        in caplog.text
     )
     rows = {row["completion"]: row["prompt"] for name in splits for row in splits[name]}
     assert rows["6"] == (
@@ -61,7 +62,7 @@ def test_outputs_of_blanks_alone_are_none(tmp_path, caplog):
     splits = load_alpaca(args, tokenizer(chat=False))
     assert splits["train"]["completion"][:] == ["2", " 4 "]
     assert (
-        "Dropped 4 of the 6 train rows: they are without `output` (empty: 3, no value: 1"
+        "Dropped 4 of the 6 train examples: they are without `output` (empty: 3, no value: 1"
         in caplog.text
     )
 
@@ -89,7 +90,7 @@ def test_a_split_may_have_no_input(tmp_path, with_input):
 def test_one_row_is_too_few_to_hold_out(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps({"instruction": "Double.", "output": "2"}))
-    with pytest.raises(ValueError, match="one row, .*give validation rows"):
+    with pytest.raises(ValueError, match="one example, .*give validation examples"):
         load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer(chat=False))
 
 
@@ -141,10 +142,10 @@ def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"instruction": None, "output": "a"}, "1 rows whose instruction is not a string"),
-        ({"instruction": "a", "output": 0}, "1 rows whose output is not a string"),
-        ({"instruction": "a", "input": 0, "output": "b"}, "1 rows whose input is not a string"),
-        ({"instruction": "a", "output": ""}, "no row with a value of `output`"),
+        ({"instruction": None, "output": "a"}, "1 examples whose instruction is not a string"),
+        ({"instruction": "a", "output": 0}, "1 examples whose output is not a string"),
+        ({"instruction": "a", "input": 0, "output": "b"}, "1 examples whose input is not a string"),
+        ({"instruction": "a", "output": ""}, "no example with a value of `output`"),
         (
             {"question": "a", "answer": "b"},
             r"no column \['instruction', 'output'\]; it has \['question', 'answer'\]",

@@ -228,11 +228,11 @@ def test_labels_beside_a_class_label(tmp_path, train, train_kind, test, test_kin
 @pytest.mark.parametrize(
     ("labels", "kind", "report"),
     [
-        ([1.0, float("nan"), 0.0, None], pyarrow.float64(), "no value or NaN: 2; rows 2, 4"),
-        ([True, None, False, None], None, "no value or NaN: 2; rows 2, 4"),
-        ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, no value or NaN: 1; rows 2, 4"),
-        (["x", "", "y", "  "], None, "blank: 2; rows 2, 4"),
-        ([Decimal("1"), None, Decimal("0"), None], None, "no value or NaN: 2; rows 2, 4"),
+        ([1.0, float("nan"), 0.0, None], pyarrow.float64(), "no value or NaN: 2; examples 2, 4"),
+        ([True, None, False, None], None, "no value or NaN: 2; examples 2, 4"),
+        ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, no value or NaN: 1; examples 2, 4"),
+        (["x", "", "y", "  "], None, "blank: 2; examples 2, 4"),
+        ([Decimal("1"), None, Decimal("0"), None], None, "no value or NaN: 2; examples 2, 4"),
     ],
 )  # fmt: skip
 def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels, kind, report):
@@ -243,7 +243,9 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     reports = [message for message in warnings if "The training data has" not in message]
     for split, message in zip(("train", "validation"), reports, strict=True):
-        assert f"Dropped 2 of the 4 {split} rows: they are without `label` ({report})" in message
+        assert (
+            f"Dropped 2 of the 4 {split} examples: they are without `label` ({report})" in message
+        )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
     load(write(tmp_path / "rows.jsonl", labels))
     (report,) = [record for record in caplog.records if "The training data has" in record.message]
     assert report.levelname == "WARNING"  # what Python shows by default
-    assert "The training data has 9 labelled rows of 7 classes: " in report.message
+    assert "The training data has 9 labelled examples of 7 classes: " in report.message
     for name in (
         "'pos': 2",
         "'Pos': 1",
@@ -284,12 +286,12 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
 def test_a_rare_spelling_is_named_among_many_classes(tmp_path, caplog):
     names = [f"k{number:02}" for number in range(30)]
     load(write(tmp_path / "train.csv", [*names, *names, "n/a"]))
-    assert "61 labelled rows of 31 classes, the rarest first: 'n/a': 1, " in caplog.text
+    assert "61 labelled examples of 31 classes, the rarest first: 'n/a': 1, " in caplog.text
 
 
 def test_many_classes_are_listed_in_short(tmp_path, caplog):
     load(write(tmp_path / "rows.csv", [*range(25), 24]))
-    assert "26 labelled rows of 25 classes, the rarest first: '0': 1, '1': 1, " in caplog.text
+    assert "26 labelled examples of 25 classes, the rarest first: '0': 1, '1': 1, " in caplog.text
     assert "'19': 1 and 5 more." in caplog.text and "'20'" not in caplog.text
 
 
@@ -297,12 +299,12 @@ def test_many_classes_are_listed_in_short(tmp_path, caplog):
 def test_a_blank_csv_label_is_missing(tmp_path, caplog, blank):
     splits = load(write(tmp_path / "rows.csv", ["1", blank, "0"]))
     assert classes_of(splits["test"]) == ["1", "0"]
-    assert "Dropped 1 of the 3 validation rows" in caplog.text
+    assert "Dropped 1 of the 3 validation examples" in caplog.text
 
 
 def test_many_dropped_rows_are_named_in_short(tmp_path, caplog):
     load(write(tmp_path / "rows.csv", ["1", "0", *[""] * 7]))
-    assert "(blank: 7; rows 3, 4, 5, 6, 7 and 2 more)" in caplog.text
+    assert "(blank: 7; examples 3, 4, 5, 6, 7 and 2 more)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -318,7 +320,7 @@ def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
     others = {int: [0, 1], float: [0.0, 1.0], str: ["neg", "pos"]}[type(mark)]
     with pytest.raises(
         ValueError,
-        match=r"train split holds .*[-\u2212\u2013\uff0d]0?1.* \(row 2\), which may mean",
+        match=r"train split holds .*[-\u2212\u2013\uff0d]0?1.* \(example 2\), which may mean",
     ):
         load(write(tmp_path / f"rows{suffix}", [others[0], mark, others[1]]))
 
@@ -335,13 +337,13 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
 @pytest.mark.parametrize(
     ("labels", "kind", "message"),
     [
-        ([[0], [1]], None, r"holds \[0\] \(row 1\), a list: give one class per row"),
-        ([[1.0, 0.0], [0.0, 1.0]], None, "a list: give one class per row"),
-        ([{"a": 1}, {"a": 2}], None, "a dict: give one class per row"),
-        ([b"a", b"b"], None, "a bytes: give one class per row"),
+        ([[0], [1]], None, r"holds \[0\] \(example 1\), a list: give one class per example"),
+        ([[1.0, 0.0], [0.0, 1.0]], None, "a list: give one class per example"),
+        ([{"a": 1}, {"a": 2}], None, "a dict: give one class per example"),
+        ([b"a", b"b"], None, "a bytes: give one class per example"),
         ([datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)], None, "a date: give one class"),
-        (["x", "1\nb\nc,0"], None, r"holds '1\\nb\\nc,0' \(row 2\), which has several lines"),
-        ([0.5, 1.0], None, r"holds 0.5 \(row 1\), which is no class"),
+        (["x", "1\nb\nc,0"], None, r"holds '1\\nb\\nc,0' \(example 2\), which has several lines"),
+        ([0.5, 1.0], None, r"holds 0.5 \(example 1\), which is no class"),
         ([float("inf"), 1.0], None, "holds inf .* no class"),
         ([Decimal("1.5"), Decimal("1.0")], None, "no class"),
         (["0.5", "1.0"], None, "A label is '0.5' .*, which is no class"),
@@ -352,8 +354,8 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
             None,
             "A label is '0.0.*1' .*, which is no class",
         ),
-        ([None, None], None, r"no row with a value of `label` \(no value or NaN: 2\)"),
-        ([-1, -1], NAMED, r"no row with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
+        ([None, None], None, r"no example with a value of `label` \(no value or NaN: 2\)"),
+        ([-1, -1], NAMED, r"no example with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
         ([True, True], None, "all of one class"),
         ([0, 0], NAMED, r"all of one class, \['neg'\]"),
@@ -368,12 +370,12 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, labels, kind, message)
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (["1", "", "0.5"], None, r"'0.5' \(column `label` of the train split, row 3\), which is no class"),
-        (["1", "", "0", "NA"], None, r"for 'NA' \(column `label` of the train split, row 4\), which may"),
-        (["1", "0"], ["1", "", "NA"], r"for 'NA' \(column `label` of the test split, row 3\), which may"),
+        (["1", "", "0.5"], None, r"'0.5' \(column `label` of the train split, example 3\), which is no class"),
+        (["1", "", "0", "NA"], None, r"for 'NA' \(column `label` of the train split, example 4\), which may"),
+        (["1", "0"], ["1", "", "NA"], r"for 'NA' \(column `label` of the test split, example 3\), which may"),
         (["1", "", "1"], None, r"one class, \['1'\] \(column `label`\): name another `label_column`"),
         (["cafe\u0301", "0"], ["caf\u00e9", "0"], r"classes \['café'\] .* not: \['0', 'cafe\\u0301'\]"),
-        (["1", "0"], ["", "1", "3"], r"classes \['3'\] \(column `label`, first in row 3\), which .* drop rows"),
+        (["1", "0"], ["", "1", "3"], r"classes \['3'\] \(column `label`, first in example 3\), which .* drop"),
     ],
 )  # fmt: skip
 def test_messages_name_the_column_and_the_row_of_the_file(tmp_path, train, test, message):
@@ -391,7 +393,9 @@ def test_messages_name_the_column_and_the_row_of_the_file(tmp_path, train, test,
 @pytest.mark.parametrize("label", [[1], {"a": 1}])
 def test_a_list_as_the_label_of_one_json_row_is_refused(tmp_path, label):
     row = write(tmp_path / "row.jsonl", [label])
-    with pytest.raises(ValueError, match=r"\(row 1\), a (list|dict): give one class per row"):
+    with pytest.raises(
+        ValueError, match=r"\(example 1\), a (list|dict): give one class per example"
+    ):
         load(write(tmp_path / "rows.csv", [0, 1]), row)
 
 
@@ -399,11 +403,11 @@ def test_a_list_as_the_label_of_one_json_row_is_refused(tmp_path, label):
 def test_not_a_number_in_json_is_no_label(tmp_path, caplog, others):
     rows = load(write(tmp_path / "rows.jsonl", [*others, float("nan")]))["test"]
     assert len(rows) == 2
-    assert "they are without `label` (no value or NaN: 1; row 3)" in caplog.text
+    assert "they are without `label` (no value or NaN: 1; example 3)" in caplog.text
 
 
 def test_one_list_among_json_labels_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"holds \[1, 2\] \(row 3\), a list"):
+    with pytest.raises(ValueError, match=r"holds \[1, 2\] \(example 3\), a list"):
         load(write(tmp_path / "rows.jsonl", [1, 2, [1, 2]]))
 
 

@@ -256,7 +256,7 @@ def test_lines_of_a_text_that_could_be_rows_are_said(tmp_path, caplog, content, 
 def test_rows_in_a_value_are_found_though_some_lack_separators(tmp_path, content):
     path = tmp_path / "rows.csv"
     path.write_text(content)
-    with pytest.raises(ValueError, match="value in quotes .* in row [12] holds"):
+    with pytest.raises(ValueError, match="value in quotes .* in example [12] holds"):
         read(path)
 
 
@@ -288,8 +288,10 @@ def test_lines_that_could_be_rows_are_said_every_time(tmp_path, caplog):
     for _ in range(2):
         caplog.clear()
         assert len(read(path)) == 2
-        assert "1 values in quotes hold several lines, of which some look like rows" in caplog.text
-        assert "in row 1" in caplog.text
+        assert (
+            "1 values in quotes hold several lines, some of which look like examples" in caplog.text
+        )
+        assert "in example 1" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -340,10 +342,10 @@ def test_long_texts_are_read(tmp_path):
         (
             "rows.tsv",
             'text\tlabel\n"a\t0\nb\t1\nc"\t1\n',
-            "value in quotes .* in row 1 holds several lines, most",
+            "value in quotes .* in example 1 holds several lines, most",
         ),
         ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
-        ("rows.csv", "text,label\n", "no rows below its first line"),
+        ("rows.csv", "text,label\n", "no examples below its first line"),
         ("rows.csv", "", "it is empty"),
         ("rows.csv", "sep=;\ntext;label\na;0\n", "first line is 'sep=;', which only Excel reads"),
         ("rows.csv", "text,label\na,1\nä,1\n".encode("latin-1"), "line 3 .*Save the file as UTF-8"),
@@ -363,50 +365,54 @@ def test_long_texts_are_read(tmp_path):
         ),
         ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n{"text": "b"} x\n', "line 2"),
-        ("rows.jsonl", '{"text": "a"}\n[1]\n', r"row 2 is \[1\]"),
-        ("rows.json", "3", "neither rows nor columns"),
+        ("rows.jsonl", '{"text": "a"}\n[1]\n', r"example 2 is \[1\]"),
+        ("rows.json", "3", "neither examples nor columns"),
         ("rows.json", "", "it is empty"),
         ("rows.json", '{"text": ', "Expecting value"),
         ("rows.parquet", "", "as parquet"),
         ("rows.parquet", "no parquet", "as parquet"),
-        ("rows.json", "[]", "it has no rows"),
+        ("rows.json", "[]", "it has no examples"),
         ("rows.csv", "text,label\na, b,\nc,1\n", "line 3 has 2 values, and lines above have 3"),
         ("rows.csv", "text,label\nc,1\na, b,\n", "line 3 has 3 values, and lines above have 2"),
         (
             "rows.csv",
             'label|text\n1|"a\n0|b"\n',
-            "value in quotes .* in row 1 holds several lines, most",
+            "value in quotes .* in example 1 holds several lines, most",
         ),
         (
             "rows.tsv",
             'label\ttext\r1\t"a\r0\tb"\r',
-            "value in quotes .* in row 1 holds several lines, most",
+            "value in quotes .* in example 1 holds several lines, most",
         ),
         (
             "rows.csv",
             'label,text\n1,"a\n0,b\n1,c"\n0,d\n',
-            "value in quotes .* in row 1 holds several lines, most",
+            "value in quotes .* in example 1 holds several lines, most",
         ),
         (
             "rows.csv",
             'text;label\n"a;1\n\nb;0\nc";1\nd;0\n',
-            "value in quotes .* in row 1 holds several lines, most",
+            "value in quotes .* in example 1 holds several lines, most",
         ),
         (
             "rows.csv",
             'text,pair,label\n"a,,1\nb,,0\nc",,7\nd,,9\n',
-            "value in quotes .* in row 1 holds several lines, most",
+            "value in quotes .* in example 1 holds several lines, most",
         ),
         ("rows.csv", "text,label\na,1\ntext, label\nb,0\n", "line 3 repeats the names of the col"),
         ("rows.csv", "text,label\na,1\n\ufefftext,label\nb,0\n", "line 3 repeats the names"),
         ("rows.csv", "text,label\na,1\n".encode("utf-16-le"), "null character.* not in UTF-8"),
         ("rows.csv", gzip.compress(b"text,label\na,1\n", mtime=0), "let its name end in .gz"),
         ("rows.jsonl.gz", gzip.compress(b"", mtime=0), "it is empty"),
-        ("rows.jsonl", '{"text": "a"}\n{"label": 9007199254740993.0}', "row 2: `label` .* digits"),
+        (
+            "rows.jsonl",
+            '{"text": "a"}\n{"label": 9007199254740993.0}',
+            "example 2: `label` .* digits",
+        ),
         (
             "rows.jsonl",
             '{"label": 1}\n{"label": 1.00000000000000000001}',
-            "row 2: `label` .* digits",
+            "example 2: `label` .* digits",
         ),
         (
             "rows.json",
@@ -431,7 +437,11 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream.*cut or damaged"),
         ("rows.jsonl", '{"text": "a", "label": 0, "label": 1}', "two values of 'label'"),
         ("rows.json", '[{"text": "a", "text": "b"}]', "two values of 'text'"),
-        ("rows.jsonl", '{"text": "a\\ud83d"}\n{"text": 1}', "row 1: `text` .* half a character"),
+        (
+            "rows.jsonl",
+            '{"text": "a\\ud83d"}\n{"text": 1}',
+            "example 1: `text` .* half a character",
+        ),
         pytest.param(
             "rows.jsonl",
             '{"text": "a"}\n{"text": ' + "1" * 5000 + "}",
@@ -523,7 +533,7 @@ def test_damaged_parquet_is_named(tmp_path):
 def test_parquet_without_rows_is_named(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"text": [], "label": []}), path)
-    with pytest.raises(ValueError, match="it has no rows"):
+    with pytest.raises(ValueError, match="it has no examples"):
         read(path)
 
 

@@ -242,7 +242,7 @@ def test_types_that_datasets_guessed_are_said(tmp_path, caplog, suffix):
 
 def test_a_data_set_that_datasets_cannot_read_is_named(tmp_path):
     (tmp_path / "train.csv").write_text("text,label,x\n" + "a,1,1\n" * 11_000 + "b,0,oops\n")
-    with pytest.raises(ValueError, match="whose rows `datasets` cannot read .*`train_file`"):
+    with pytest.raises(ValueError, match="whose examples `datasets` cannot read .*`train_file`"):
         load_text_classification(DataArguments(dataset_name=str(tmp_path)))
 
 
@@ -260,7 +260,7 @@ def test_a_data_set_that_datasets_cannot_read_is_named(tmp_path):
         ({"train_file": "TRAIN", "text_column": "label"}, "Two of text, labels are in one column"),
         (
             {"train_file": "TRAIN", "text_column": "label", "label_column": "text"},
-            "40 rows whose label is not a str",
+            "40 examples whose label is not a str",
         ),
     ],
 )
@@ -298,7 +298,7 @@ def test_texts_without_a_token_are_named(tokenizer, texts):
         test=Dataset.from_dict({"text": texts, "labels": [0, 1]}),
     )
     blank = re.escape(repr(sorted({text for text in texts if not text.strip()})))
-    with pytest.raises(ValueError, match=f"no token of some rows of the test split.* {blank}"):
+    with pytest.raises(ValueError, match=f"no token of some examples of the test split.* {blank}"):
         tokenize(splits, tokenizer, 6)
 
 
@@ -307,7 +307,7 @@ def test_empty_texts_are_kept_and_named(tmp_path, caplog):
     path = write(tmp_path / "rows.csv", rows)
     splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
     assert rows_of(splits["train"]) == [("", "1"), (" ", "0"), ("a", "0"), ("b", "1")]
-    assert "2 of the 4 train rows have an empty text (rows 2, 3)" in caplog.text
+    assert "2 of the 4 train examples have an empty text (examples 2, 3)" in caplog.text
 
 
 def test_lengths_beyond_a_limit_are_refused(tokenizer):

@@ -327,7 +327,7 @@ def test_several_labels_a_row_are_refused(tmp_path):
     model = bert(num_layers=3, problem_type="multi_label_classification")
     rows = [{**row, "labels": torch.rand(3).round()} for row in classification_data(8)]
     trainer = HealingTrainer(model, arguments(tmp_path), layers=[1, 3], train_dataset=rows)
-    with pytest.raises(ValueError, match="several labels a row.*`keep_layers`"):
+    with pytest.raises(ValueError, match="several labels an example.*`keep_layers`"):
         trainer.train()
 
 

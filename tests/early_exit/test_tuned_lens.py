@@ -167,11 +167,11 @@ def test_a_share_of_the_tokens_of_a_large_vocabulary_is_read(monkeypatch):
 
 
 def test_what_cannot_be_fitted_is_refused():
-    with pytest.raises(ValueError, match="`dataset` is empty; give labelled rows of training"):
+    with pytest.raises(ValueError, match="`dataset` is empty; give labelled examples of training"):
         fit_lens(bert(num_layers=2), [])
     model = bert(num_layers=2, problem_type="multi_label_classification")
     rows = [{**row, "labels": torch.rand(3).round()} for row in classification_data(8)]
-    with pytest.raises(ValueError, match="several labels a row"):
+    with pytest.raises(ValueError, match="several labels an example"):
         fit_lens(model, rows, **FIT)
     rows = [{k: v for k, v in row.items() if k != "labels"} for row in language_data(8)]
     with pytest.raises(ValueError, match="no labels"):

@@ -45,7 +45,7 @@ ENTROPY = -sum(share * math.log(share) for share in (0.6, 0.3, 0.1))
 
 @pytest.mark.parametrize(
     ("is_alike", "of_other", "message"),
-    [(True, ENTROPY, "all are alike"), (False, math.nan, "the rows of another process")],
+    [(True, ENTROPY, "all are alike"), (False, math.nan, "the examples of another process")],
     ids=["here", "elsewhere"],
 )
 def test_a_process_that_cannot_measure_leaves_no_other_waiting(

@@ -94,3 +94,23 @@ def test_kept_states_are_those_of_the_model_itself(words, monkeypatch):
         torch.testing.assert_close(mine, others, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(state.last_shared, truth.last_shared, rtol=1e-2, atol=1e-2)
     assert len(found) == 2
+
+
+def test_every_token_of_other_texts_counts_for_the_perplexity(words, tmp_path):
+    texts = ["yes no yes", "no"]
+    (tmp_path / "other").mkdir()
+    file = tmp_path / "other" / "test.parquet"
+    Dataset.from_list([{"text": text} for text in texts]).to_parquet(file)
+    layer_sets.main([*words, "--text", str(file), "--steps", "1", "--bf16"])
+    (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert run["settings"]["text"] == "other"
+
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    losses = []
+    for text in texts:
+        ids = torch.tensor([tokenizer()(text)["input_ids"]])
+        with torch.no_grad():
+            logits = whole(ids).logits[0, :-1]
+        losses.append(cross_entropy(logits, ids[0, 1:], reduction="none"))
+    perplexity = float(torch.cat(losses).mean().exp())
+    assert run["text"]["whole"]["perplexity"] == pytest.approx(perplexity, rel=1e-5)

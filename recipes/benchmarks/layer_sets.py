@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+from datasets import load_dataset
 from harness import Runs
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -50,6 +51,13 @@ def rows_of(file: Path, tokenizer, count: int, length: int) -> list[dict]:
     return rows
 
 
+def text_rows(file: Path, tokenizer, count: int, length: int) -> list[dict]:
+    """The first `count` texts of a file, cut to `length` tokens, each of which is to be predicted."""
+    texts = load_dataset("parquet", data_files=str(file), split=f"train[:{count}]")["text"]
+    tokens = [tokenizer(text, truncation=True, max_length=length)["input_ids"] for text in texts]
+    return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids} for ids in tokens]
+
+
 def batches_of(rows: list[dict], collator) -> list[dict]:
     """Batches of rows of about the same length, each with its number."""
     ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
@@ -58,9 +66,11 @@ def batches_of(rows: list[dict], collator) -> list[dict]:
     return [{**batch, "number": number} for number, batch in enumerate(batches)]
 
 
-def kept_states(model, batches: list[dict], gaps: list[int], file: Path) -> list[dict]:
+def kept_states(
+    model, batches: list[dict], gaps: list[int], file: Path, bf16: bool = False
+) -> list[dict]:
     """Of each batch what the head reads, and what the layers `gaps` return, in half precision; from `file`, if it is
-    there."""
+    there. `bf16`: the model computes in bfloat16."""
     if file.exists():
         return torch.load(file, weights_only=True)
 
@@ -73,7 +83,7 @@ def kept_states(model, batches: list[dict], gaps: list[int], file: Path) -> list
     hooks = [model.model.norm.register_forward_hook(keep("hidden"))]
     hooks += [model.model.layers[gap - 1].register_forward_hook(keep(gap)) for gap in gaps]
 
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         for batch in batches:
             model.model(batch["input_ids"], batch["attention_mask"], use_cache=False)
             states.append(dict(seen))
@@ -155,7 +165,7 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
     test = rows_of(folder / "test.parquet", tokenizer, options.test_rows, options.length)
     batches = batches_of(train, collator)
     gaps = sorted({gap_of(layers), *options.gaps})
-    states = kept_states(model, batches, gaps, Path(options.states))
+    states = kept_states(model, batches, gaps, Path(options.states), options.bf16)
 
     set_seed(options.seed)
     start = time.process_time()
@@ -163,6 +173,7 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
         args = TrainingArguments(
             output,
             use_cpu=True,
+            bf16=options.bf16,
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -196,7 +207,19 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
     }
     tests = batches_of(test, collator)
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in tests)
-    return {**measured(models, tests), "tokens": tokens, "seconds": seconds}
+    result = {**measured(models, tests), "tokens": tokens, "seconds": seconds}
+    if options.text:
+        rows = text_rows(Path(options.text), tokenizer, options.test_rows, options.length)
+        result["text"] = with_perplexity(measured(models, batches_of(rows, collator)))
+    return result
+
+
+def with_perplexity(measures: dict[str, dict]) -> dict[str, dict]:
+    """The measures of each model, with its perplexity."""
+    return {
+        name: {**measure, "perplexity": math.exp(measure["loss"])}
+        for name, measure in measures.items()
+    }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -207,6 +230,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--exit_head", choices=EXIT_HEADS, help="train this behind the layers")
     parser.add_argument("--gaps", type=int, nargs="*", default=[], help="further gaps to keep")
     parser.add_argument("--states", required=True, help="file of what the whole model gave")
+    parser.add_argument(
+        "--text", help="parquet file of other texts to measure on, in a column `text`"
+    )
+    parser.add_argument("--bf16", action="store_true", help="read and train in bfloat16")
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--test_rows", type=int, default=60)
     parser.add_argument("--length", type=int, default=128, help="most tokens of a row")
@@ -226,6 +253,10 @@ def main(argv: list[str] | None = None) -> None:
     settings = {name: getattr(options, name) for name in names}
     settings["model"] = Path(options.model).name
     settings["layers"] = spans(layers)
+    if options.bf16:
+        settings["bf16"] = True
+    if options.text:
+        settings["text"] = Path(options.text).parent.name
     if options.exit_head is not None:
         settings["exit_head"] = options.exit_head
     result = Runs(options.output).get(settings, lambda: run(options, layers))

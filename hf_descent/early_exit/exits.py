@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..constraints.problem import AT_CHANCE
 from ..evaluation import LayerProfile, layer_profile
-from ..evaluation.intervals import confidence_limits, values_of_rows
+from ..evaluation.intervals import limits_above_chance
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
 from ..readout.replay import Readout, evaluating
 from .partial import PartialForward
@@ -155,6 +155,5 @@ def _learned(profile: LayerProfile) -> list[bool]:
     """Whether each layer's loss is shown not to be at chance; of none where that loss is not known."""
     if not profile.chance:
         return [False] * len(profile.losses)
-    _, of_rows = values_of_rows(lambda losses: losses, profile.row_sums)
-    _, upper = confidence_limits(of_rows)
-    return (upper < AT_CHANCE * profile.chance).tolist()
+    _, upper = limits_above_chance(profile.row_sums, profile.chance)
+    return (upper < 0).tolist()

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..constraints.problem import AT_CHANCE
 from ..evaluation.certificates import MET, NOT_MET, NOT_SHOWN
-from ..evaluation.intervals import confidence_limits, values_of_rows
+from ..evaluation.intervals import confidence_limits, limits_above_chance, values_of_rows
 from ..evaluation.price import percent
 from ..evaluation.row_sums import RowSums
 from ..evaluation.scoring import (
@@ -57,6 +57,8 @@ class LayerSetProfile(Result):
         items (`int`): labelled rows or tokens that were read.
         max_rise (`float`): the share by which the loss may rise; the verdicts are about it.
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+        learned (`list[bool]`, *optional*): whether each set's loss is shown not to be at chance, as in a verdict.
+        at_chance (`list[bool]`, *optional*): whether each set's loss is shown to be at chance.
         healed (`list[bool]`, *optional*): of each set, whether a model that was healed to it stands for it.
         agreement (float64 `[n]`, *optional*): share of the labelled rows or tokens for which the set predicts the same
             class as all layers; none for models that predict numbers.
@@ -72,29 +74,36 @@ class LayerSetProfile(Result):
     items: int
     max_rise: float = 0.05
     chance: float | None = None
+    learned: list[bool] | None = None
+    at_chance: list[bool] | None = None
     healed: list[bool] | None = None
     agreement: np.ndarray | None = None
 
     def verdicts(self, max_rise: float | None = None) -> list[str]:
         """Of each set, whether its loss is at most `max_rise` (by default the profile's) above that of all layers:
-        "met" and "not met" where the interval shows it, else "not shown", as where the loss is no better than chance.
+        "met" and "not met" where the intervals show it, else "not shown". A set at chance is not met, and one that may
+        be at chance is not shown.
         """
         if max_rise is None:
             max_rise = self.max_rise
         limit = 1 + max_rise
-        at_chance = np.inf  # losses from here on are no better than a constant prediction
-        if self.chance:
-            at_chance = AT_CHANCE * self.chance
 
         verdicts = []
-        for loss, lower, upper in zip(self.losses, self.lower, self.upper):
-            if lower > limit:
+        for index in range(len(self.layers)):
+            if self.lower[index] > limit or (self.at_chance and self.at_chance[index]):
                 verdicts.append(NOT_MET)
-            elif upper <= limit and loss < at_chance:
+            elif self.upper[index] <= limit and self._may_have_learned(index):
                 verdicts.append(MET)
             else:
                 verdicts.append(NOT_SHOWN)
         return verdicts
+
+    def _may_have_learned(self, index: int) -> bool:
+        """Whether a set is shown not to be at chance; true where the loss at chance is not known."""
+        if self.learned is not None:
+            return self.learned[index]
+        # Files of version 0.2 have no intervals of the losses.
+        return not self.chance or self.losses[index] < AT_CHANCE * self.chance
 
     def smallest(self, max_rise: float | None = None) -> list[int]:
         """The smallest set that meets `max_rise` (by default the profile's), as all larger ones do; all layers where
@@ -327,6 +336,14 @@ class _SetTotals:
         ratios, ratios_of_rows = values_of_rows(lambda losses: losses / losses[0], row_sums)
         lower, upper = confidence_limits(ratios_of_rows)
 
+        learned = None
+        at_chance = None
+        chance = chance_of(self._labels, of_all=False)
+        if chance:
+            lowest, highest = limits_above_chance(row_sums, chance)
+            learned = (highest < 0).tolist()
+            at_chance = (lowest > 0).tolist()
+
         agreement = None
         if np.isfinite(self._agreed).all():  # of numbers it is not
             agreement = self._agreed / self._agreed[0]
@@ -342,7 +359,9 @@ class _SetTotals:
             upper=upper,
             items=self._items,
             max_rise=max_rise,
-            chance=chance_of(self._labels, of_all=False),
+            chance=chance,
+            learned=learned,
+            at_chance=at_chance,
             healed=[healed_model is not None for healed_model in self._healed],
             agreement=agreement,
         )

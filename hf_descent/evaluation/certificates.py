@@ -20,6 +20,7 @@ from .intervals import (
     LEAST_ROWS,
     LEAST_SKEWED_ROWS,
     confidence_limits,
+    limits_above_chance,
     loss_radii,
     values_of_rows,
 )
@@ -305,12 +306,19 @@ class _Judged:
     ) -> "_Judged":
         """From the sums of rows of the data; the other arguments are as for `certify`."""
 
-        def excess(losses: np.ndarray) -> np.ndarray:
-            return torch.cat(problem.excess(torch.from_numpy(losses))).numpy()
+        def beyond(losses: np.ndarray) -> np.ndarray:
+            return problem.excess(torch.from_numpy(losses))[0].numpy()
 
         losses = rows[:, :-1].sum(axis=0) / rows[:, -1].sum()
-        values, of_rows = values_of_rows(excess, rows)
-        lower, upper = confidence_limits(of_rows, confidence)
+        values = torch.cat(problem.excess(torch.from_numpy(losses))).numpy()
+
+        _, of_rows = values_of_rows(beyond, rows)
+        limits = confidence_limits(of_rows, confidence)
+        above_chance = limits_above_chance(rows, problem.chance, confidence)
+        judged = [row.layer - 1 for row in problem.rows] + [problem.num_layers - 1]
+        lower, upper = (
+            np.concatenate([limit, above[judged]]) for limit, above in zip(limits, above_chance)
+        )
         if problem.num_layers < 2 or not (losses > 0).all():
             lower = np.full_like(values, -np.inf)
             upper = np.full_like(values, np.inf)

@@ -17,6 +17,7 @@ from statistics import NormalDist
 
 import numpy as np
 
+from ..constraints.problem import AT_CHANCE
 from ..special import student_t_quantile
 
 
@@ -73,6 +74,24 @@ def confidence_limits(rows: np.ndarray, confidence: float = 0.95) -> tuple[np.nd
     check_confidence(confidence)
     one_sided = (1 + confidence) / 2
     return -_upper_limit(-rows, one_sided), _upper_limit(rows, one_sided)
+
+
+def limits_above_chance(
+    rows: np.ndarray, chance: float, confidence: float = 0.95
+) -> tuple[np.ndarray, np.ndarray]:
+    """The limits of how far the loss of each layer lies above 98 % of the loss of guessing, `[L]` each.
+
+    A layer is shown not to be at chance where its upper limit is below 0, and shown to be at chance where its lower
+    limit is above 0.
+
+    Args:
+        rows (float64 `[n, L + 1]`): of each row the sums of its losses, and its items.
+        chance (`float`): the loss of guessing.
+    """
+    _, of_rows = values_of_rows(lambda losses: losses, rows)
+    lower, upper = confidence_limits(of_rows, confidence)
+    limit = AT_CHANCE * chance
+    return lower - limit, upper - limit
 
 
 def half_widths(rows: np.ndarray, confidence: float = 0.95) -> np.ndarray:

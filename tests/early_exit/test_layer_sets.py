@@ -12,6 +12,7 @@ from tiny.data import batches, classification_data, language_data
 from tiny.models import bert, llama, spread
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hf_descent import DescentProblem, layer_profile
 from hf_descent.early_exit import (
     find_layer_sets,
     keep_layers,
@@ -164,7 +165,19 @@ def test_too_few_rows_show_nothing():
     assert profile.verdicts()[1] == "not shown" and profile.smallest() == [1, 2]
 
 
-def profile_with(max_rise, chance=None):
+def test_a_set_at_chance_is_not_met_as_the_exit_of_the_same_layers():
+    """Against the verdict on the model that stops after layer 1."""
+    rows = classification_data(200)
+    model = spread(bert(num_layers=2))
+    profile = layer_set_profile(model, rows, [[1]], max_rise=1e6)
+    asked = DescentProblem(None, 1e6, 2, loss_targets={1: 1e6})
+    exits = layer_profile(model, rows, problem=asked)
+
+    assert profile.learned == [False, False] and profile.at_chance == [True, True]
+    assert profile.verdicts()[1:] == exits.certificate().verdicts == ["not met"]
+
+
+def profile_with(max_rise, chance=None, learned=None, at_chance=None):
     return LayerSetProfile(
         layers=[[1, 2, 3, 4], [1, 3, 4], [1, 3], [3]],
         metric="accuracy",
@@ -176,6 +189,8 @@ def profile_with(max_rise, chance=None):
         items=100,
         max_rise=max_rise,
         chance=chance,
+        learned=learned,
+        at_chance=at_chance,
     )
 
 
@@ -188,10 +203,16 @@ def profile_with(max_rise, chance=None):
         (0.015, None, ["not met", "not met", "not shown"], 0, "VERDICT: NOT MET, price +4.0 %"),
         (0.7, None, ["met", "met", "met"], 3, "VERDICT: MET, price +2.0 %"),
         (0.7, 1.2, ["met", "not shown", "met"], 1, "VERDICT: MET, price +4.0 %"),
+        (0.7, 1.5, ["met", "not met", "met"], 1, "VERDICT: MET, price +4.0 %"),
     ],
 )
 def test_the_verdict_on_sets(max_rise, chance, verdicts, smallest, headline, tmp_path):
-    profile = profile_with(max_rise, chance)
+    """The third set may be at chance where `chance` is 1.2, and is at chance where it is 1.5."""
+    flags = {}
+    if chance:
+        flags = {"learned": [True, True, False, True], "at_chance": [False] * 4}
+        flags["at_chance"][2] = chance == 1.5
+    profile = profile_with(max_rise, chance, **flags)
     profile.to_json(tmp_path / "sets.json")
     for known in (profile, LayerSetProfile.from_json(tmp_path / "sets.json")):
         assert known.verdicts()[1:] == verdicts

@@ -19,11 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 def end_of_warmup(args: "DescentArguments", start_step: int, max_steps: int) -> int:
-    """The first step whose constraints act, where the warm-up is counted from `start_step`."""
+    """The first step whose constraints act, where the warm-up is counted from `start_step`; an objective without
+    constraints has no warm-up."""
+    if not args.objective_class.is_constrained:
+        return start_step
     warmup = args.dual_settings.dual_warmup_steps
     steps = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
     end = start_step + steps
-    if end >= max_steps > 0 and args.objective_class.is_constrained:
+    if end >= max_steps > 0:
         logger.warning(
             f"The warm-up ends at step {end} and the run at step {max_steps}: the constraints will never act. Lower "
             "`dual_warmup_steps` or train longer."

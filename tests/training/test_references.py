@@ -73,6 +73,14 @@ def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
     assert [each.name for each in references.references_of(summary)] == [START, WARMUP]
 
 
+@pytest.mark.parametrize("objective", ["deep_supervision", "layerskip"])
+def test_an_objective_without_constraints_has_no_warm_up(tmp_path, objective):
+    trainer = make(tmp_path, objective=objective)
+    trainer.train()
+    assert "warm-up" not in str(trainer.evaluate_layers().certificate())
+    assert [*trainer._run.references.summary()] == [START]
+
+
 def test_training_goes_on_as_if_nothing_had_been_read(tmp_path):
     losses = []
     for rows in (HELD_OUT, None):

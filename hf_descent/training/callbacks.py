@@ -1,7 +1,7 @@
 """What the trainer adds to Trainer's callbacks: the dual step, a figure, readable console lines. And its messages."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,7 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
     if "max_acting_violation" in logs:
         multipliers = _by_row("multiplier", logs).values()
         parts.append(f"largest violation acted on {_number(logs['max_acting_violation'])}")
-        parts.append(f"multipliers {_number(min(multipliers))} to {_number(max(multipliers))}")
+        parts.append(_range_of("multiplier", multipliers))
     if "learning_rate" in logs:
         parts.append(f"lr {_number(logs['learning_rate'])}")
     return " | ".join(parts)
@@ -186,6 +186,17 @@ def _by_row(name: str, logs: Mapping[str, Any]) -> dict[str, float]:
         for key, value in logs.items()
         if key.startswith(start) and PER_LAYER.search(key)
     }
+
+
+def _range_of(name: str, values: Collection[float]) -> str:
+    """The least and the greatest of some values in words, or the one value that they all show."""
+    least = _number(min(values))
+    greatest = _number(max(values))
+    if len(values) == 1:
+        return f"{name} {least}"
+    if least == greatest:
+        return f"all {name}s {least}"
+    return f"{name}s {least} to {greatest}"
 
 
 def _number(value: Any) -> str:

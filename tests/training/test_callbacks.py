@@ -159,8 +159,22 @@ def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):
 
     multipliers = [logs[1][f"multiplier_{layer}"] for layer in (1, 2, 3)]
 
-    assert f"multipliers {min(multipliers):.3g} to {max(multipliers):.3g}" in lines[1]
+    assert len({f"{value:.3g}" for value in multipliers}) == 1
+    assert f"all multipliers {multipliers[0]:.3g}" in lines[1]
     assert f"acted on {logs[1]['max_acting_violation']:.3g}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "shown"),
+    [([7.92], "multiplier 7.92"), ([0, 0], "all multipliers 0"), ([0, 7.92], "multipliers 0 to 7.92")],
+)  # fmt: skip
+def test_the_console_gives_one_number_where_there_is_one(multipliers, shown):
+    logs = {"loss": 0.5, "max_acting_violation": 0.1, "learning_rate": 0.1}
+    for layer, multiplier in enumerate(multipliers, start=1):
+        logs[f"layer_loss_{layer}"] = 0.7
+        logs[f"violation_{layer}"] = 0.2
+        logs[f"multiplier_{layer}"] = multiplier
+    assert f" | {shown} | lr 0.1" in training_line(logs, 1, 2)
 
 
 def test_the_violation_that_training_acts_on_has_its_margin(tmp_path):

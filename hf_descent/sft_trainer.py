@@ -98,10 +98,13 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def _prepare_dataset(
         self, dataset, processing_class, args, packing, formatting_func, dataset_name
     ):
+        given = dataset
         dataset = super()._prepare_dataset(
-            dataset, processing_class, args, packing, formatting_func, dataset_name
+            given, processing_class, args, packing, formatting_func, dataset_name
         )
         if isinstance(dataset, Dataset):
+            if not packing:  # which joins examples, and drops none
+                data_checks.report_dropped(dataset, given, dataset_name, args.max_length)
             data_checks.check_some_labels(dataset, dataset_name, args.max_length)
         return dataset
 

@@ -409,6 +409,23 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     assert said[1] <= said[0]
 
 
+@pytest.mark.parametrize("objective", ["descent", "erm"])
+def test_examples_that_trl_drops_are_counted_once_with_the_remedy(tmp_path, caplog, objective):
+    long = {"prompt": "Say " + "long " * 20, "completion": " words!"}
+
+    def data(*_):
+        return Dataset.from_list([*pairs(7), long])
+
+    trainer = make(SFTDescentTrainer, tmp_path, data, max_length=60, objective=objective)
+    trainer.evaluate_layers(data())
+    said = [record.getMessage() for record in caplog.records if "dropped" in record.msg]
+
+    assert [len(trainer.train_dataset), len(trainer.eval_dataset)] == [7, 7]
+    assert len(said) == 2  # for training and evaluation
+    assert said[0].startswith("TRL dropped 1 of the 8 examples of the train dataset: no token")
+    assert "raise `max_length`" in said[0]
+
+
 PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 
 

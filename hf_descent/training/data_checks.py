@@ -7,6 +7,7 @@ import numpy as np
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..extras import is_dataset
 from ..loading import has_position_table, position_limit
@@ -14,6 +15,9 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.stack import inner_model
 from .evaluation_sets import evaluation_sets
 from .holdout import check_dual_dataset
+
+
+logger = logging.get_logger(__name__)
 
 
 def check_data(trainer: Trainer, readout, dual_dataset) -> None:
@@ -98,6 +102,17 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
         raise ValueError(
             f"The {name} dataset has a sequence of {longest} tokens, but {type(trainer.model).__name__} has "
             f"{positions} positions; set `max_length` to at most that (it is {trainer.args.max_length})."
+        )
+
+
+def report_dropped(kept, given, name: str, max_length: int | None) -> None:
+    """Log once how many examples of `given` TRL has left out of `kept`, and why."""
+    count = len(given) - len(kept)
+    if count > 0:
+        logger.warning_once(
+            f"TRL dropped {count} of the {len(given)} examples of the {name} dataset: no token with a label is within "
+            f"`max_length`={max_length}, as where the prompt alone is that long. To keep them raise `max_length`, or "
+            "set `truncation_mode='keep_end'`."
         )
 
 

@@ -28,6 +28,7 @@ from .configs import DescentConfig
 from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from .evaluation.price import with_paired
 from .evaluation.side_by_side import SideBySide
 from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
@@ -452,8 +453,8 @@ class DescentMixin:
             return
 
         readings = self._last_layer_readings(run.evaluation.rows)
-        of_other_data = earlier_last_layer(self, run.references, run.has_started)
-        rows = evaluation.gathered(self.accelerator, run.totals, readings, of_other_data)
+        unpaired = earlier_last_layer(self, run.references, run.evaluation.rows, run.has_started)
+        rows = evaluation.gathered(self.accelerator, run.totals, readings, unpaired)
         additions, certificate = evaluation.layer_metrics(
             run.judge,
             rows,
@@ -605,9 +606,10 @@ class DescentMixin:
         rows = self._held_out(eval_dataset)
         profile = layer_profile(model, rows, **settings)
 
-        if not (has_noise or profile.references):  # which were read without noise
+        if not has_noise:  # as they were read
             run = self._run
-            profile.references = earlier_last_layer(self, run.references, run.has_started)
+            unpaired = earlier_last_layer(self, run.references, rows, run.has_started)
+            profile.references = with_paired(unpaired, profile.references)
         if "problem" not in kwargs:
             self._state_problem(profile)
         if profile.problem is not None:
@@ -685,7 +687,7 @@ class DescentMixin:
         searched = "searched" in self.command
         if self._run.record.searched:
             searched = True
-        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched), self.eval_dataset)
+        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched), self)
 
         preparation.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)

@@ -1,7 +1,7 @@
 """What constraints cost: the loss of the last layer beside what it was before, and beside plain training."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,37 +23,46 @@ class Reference:
         loss (`float`): f_L then.
         upper (`float`, *optional*): the upper end of its 95 % interval; `None` where there were too few rows.
         rows (float64 `[n, 2]`, *optional*): for each row of the data that is judged, the loss then, summed over its
-            items, and the number of items; zeros where it was not measured. `None` where the loss was measured on
-            other data.
+            items, and the number of items; zeros where it was not measured. `None` where these are not known.
+        is_same_data (`bool`): whether the loss is known to be of the data that is judged. Else it is shown, and
+            decides nothing: harder examples would look like a rise.
     """
 
     name: str
     loss: float
     upper: float | None = None
     rows: np.ndarray | None = None
+    is_same_data: bool = False
 
     def __post_init__(self):
         if self.rows is not None:
             self.rows = np.asarray(self.rows, dtype=np.float64)
+            self.is_same_data = True
 
     @classmethod
-    def measured(cls, name: str, rows: np.ndarray, is_same_data: bool) -> "Reference":
-        """The reference of `rows` `[n, 2]`, which are of the data that is judged or of other data."""
+    def measured(
+        cls, name: str, rows: np.ndarray, is_same_data: bool, is_paired: bool = True
+    ) -> "Reference":
+        """The reference of `rows` `[n, 2]`, which are of the data that is judged or of other data, and can be paired
+        with the rows that are judged or not."""
         measured = rows[rows[:, 1] > 0]
         _, upper = _mean_limits(measured)
         return cls(
             name,
             loss=_mean(measured),
             upper=float(upper) if np.isfinite(upper) else None,
-            rows=rows if is_same_data else None,
+            rows=rows if is_same_data and is_paired else None,
+            is_same_data=is_same_data,
         )
 
     def is_exceeded(self, last_layer: np.ndarray, share: float) -> bool:
         """Whether f_L is now above this by more than `share`, with 95 % confidence.
 
-        `last_layer` `[n, 2]` are the sums of f_L over each row, and the items. The same rows are compared in pairs. On
-        other rows, the two intervals must not meet.
+        `last_layer` `[n, 2]` are the sums of f_L over each row, and the items. Rows that cannot be paired must have
+        intervals that do not meet. A loss of other data is never exceeded.
         """
+        if not self.is_same_data:
+            return False
         is_paired = self.rows is not None and len(self.rows) == len(last_layer)
         if is_paired:
             was_measured = self.rows[:, 1] > 0
@@ -74,10 +83,16 @@ def on_same_rows(
     """References from earlier readings `[rows, 2]` of the rows that are judged, one for each of `times`; those that
     read none of the rows are left out. Where the rows were added up to `count` groups, they cannot be paired."""
     return [
-        Reference.measured(time, rows, is_same_data=len(rows) == count)
+        Reference.measured(time, rows, is_same_data=True, is_paired=len(rows) == count)
         for time, rows in zip(times, readings)
         if (rows[:, 1] > 0).any()
     ]
+
+
+def with_paired(unpaired: Iterable[Reference], paired: Iterable[Reference]) -> list[Reference]:
+    """References `unpaired`, one for each time, with those in their place that are `paired` with the rows judged."""
+    by_name = {reference.name: reference for reference in paired}
+    return [by_name.get(reference.name, reference) for reference in unpaired]
 
 
 @dataclass
@@ -88,6 +103,7 @@ class Price:
         loss (`float`): f_L.
         plain (`float`, *optional*): f_L of plain training.
         references (`dict`): f_L at earlier times, by their names.
+        of_other_data (`list[str]`): the names of those that were measured on other data.
         allowed (`float`, *optional*): by what share f_L may be above these (`max_last_layer_rise`).
         exceeded (`str`, *optional*): the name of one that f_L is above by more, with 95 % confidence.
         exceeds_plain (`bool`): whether f_L is above that of plain training by more, with 95 % confidence.
@@ -102,6 +118,7 @@ class Price:
     exceeded: str | None = None
     exceeds_plain: bool = False
     limits: list[float] | None = None
+    of_other_data: list[str] = field(default_factory=list)
 
     @property
     def share(self) -> float | None:
@@ -150,7 +167,10 @@ class Price:
         else:
             text += f", {PLAIN} {_beside(self.loss, self.plain, self.limits)}"
         for name, loss in self.references.items():
-            text += f"; {name} {_beside(self.loss, loss)}"
+            if name in self.of_other_data:
+                text += f"; {name} {loss:.4g} (on the evaluation set of training)"
+            else:
+                text += f"; {name} {_beside(self.loss, loss)}"
         return text
 
 
@@ -179,6 +199,7 @@ def price_of(
         exceeded = next(over, None)
     losses = {reference.name: reference.loss for reference in known}
     price = Price(_mean(last_layer), None, losses, allowed, exceeded)
+    price.of_other_data = [reference.name for reference in known if not reference.is_same_data]
     if plain is not None:
         price.plain = plain.loss
         price.exceeds_plain = allowed is not None and plain.is_exceeded(last_layer, allowed)

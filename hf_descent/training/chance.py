@@ -115,9 +115,11 @@ def chance_of_batches(
     return chance_loss.estimate()
 
 
-def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, Any]]:
+def collated(
+    trainer: Trainer, data, most_rows: int, batch_size: int | None = None
+) -> Iterator[Mapping[str, Any]]:
     """Batches of at most `most_rows` rows as training collates them, the same on all processes: spread evenly over the
-    data, in random order; of a stream the first."""
+    data, in random order; of a stream the first. They have the size of training's, or `batch_size`."""
     if isinstance(data, IterableDataset) or not has_length(data):
         rows = islice(data, most_rows)
     else:
@@ -129,6 +131,8 @@ def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, An
     collate = trainer.get_test_dataloader(data).collate_fn
 
     size = trainer.args.train_batch_size
+    if batch_size is not None:
+        size = batch_size
     batch = list(islice(rows, size))
     while batch:
         yield collate(batch)

@@ -16,18 +16,27 @@ from .chance import drawing_apart
 from .checkpoints import on_first_process
 from .evaluation import settings as evaluation_settings
 from .evaluation_sets import rows_of
+from .origin import fingerprint_of_rows
 from .preparation import loaded_from
 from .references import LastLayerReferences, references_of
 
 
 def earlier_last_layer(
-    trainer: Trainer, references: LastLayerReferences, is_trained: bool
+    trainer: Trainer, references: LastLayerReferences, rows: Any, is_trained: bool
 ) -> list[Reference]:
-    """f_L at earlier times, for data of which it was not read: of this training, or of the run that the model was
-    loaded from, where this trainer has not trained it (`is_trained`)."""
-    if is_trained or references.times():
-        return references.of_other_data()
-    return references_of(RunFolder(loaded_from(trainer.model)).summary)
+    """f_L at earlier times, for a verdict on `rows` that cannot be paired with those that were read then: of this
+    training, or of the run that the model was loaded from, where this trainer has not trained it (`is_trained`)."""
+    if references.has_read(rows):
+        return references.unpaired(rows)
+    if references.times():
+        return references.unpaired(data=fingerprint_of_rows(trainer, rows))
+    if is_trained:
+        return []
+
+    summary = RunFolder(loaded_from(trainer.model)).summary
+    if "last_layer_losses" not in summary:
+        return []
+    return references_of(summary, fingerprint_of_rows(trainer, rows))
 
 
 def plain_profiles_of(trainer: Trainer, is_trained: bool) -> list[LayerProfile]:

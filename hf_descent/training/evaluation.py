@@ -20,7 +20,7 @@ from ..constraints.state import DualState
 from ..evaluation import LayerProfile
 from ..evaluation.certificates import Certificate, certify
 from ..evaluation.intervals import LEAST_ROWS
-from ..evaluation.price import Reference, on_same_rows
+from ..evaluation.price import Reference, on_same_rows, with_paired
 from ..losses.chance import ChanceLoss, chance_of
 from ..readout.labels import labels_of
 from ..readout.replay import Readout
@@ -98,19 +98,18 @@ def gathered(
     accelerator: Accelerator,
     totals: EvaluationTotals,
     readings: Mapping[str, Reading] = MappingProxyType({}),
-    of_other_data: Sequence[Reference] = (),
+    unpaired: Sequence[Reference] = (),
 ) -> EvaluatedRows:
     """What all processes, each of which calls, have read in their `totals`.
 
-    `readings` are earlier ones of the same data in this process, by their time. Where their rows cannot be told to be
-    the same, references are those `of_other_data`.
+    `readings` are earlier ones of the same data in this process, by their time. At times without one, or where its
+    rows cannot be paired with those of `totals`, references are those `unpaired`.
     """
     rows = totals.rows.gathered(accelerator.num_processes > 1, list(readings.values()))
     items = reduced(accelerator, torch.as_tensor(totals.items))
 
-    references = on_same_rows(readings, rows.earlier, len(rows.sums))
-    if len(references) < len(readings) or not readings:
-        references = list(of_other_data)
+    paired = on_same_rows(readings, rows.earlier, len(rows.sums))
+    references = with_paired(unpaired, paired)
     return EvaluatedRows(rows.sums, int(items), rows.whole_batches, references)
 
 

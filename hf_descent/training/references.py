@@ -7,15 +7,18 @@ evaluation set in each process.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save
 from transformers import Trainer
 from transformers.trainer_utils import has_length
+from transformers.utils import logging
 
 from ..evaluation.price import START, WARMUP, Reference
 from ..files import atomic_write
@@ -31,123 +34,170 @@ from .evaluation import (
 )
 from .evaluation_sets import evaluation_sets
 from .holdout import reshard
+from .origin import fingerprint_of_rows
+
+
+logger = logging.get_logger(__name__)
 
 
 MOST_ROWS = 2048  # of one evaluation set in one reading
 FILE = "last_layer_losses.safetensors"
 
 
-# One [`Reading`] of each process, by the name of the evaluation set.
-ReadingsOfSets = dict[str, list[Reading]]
+@dataclass
+class ReadSet:
+    """The last layer on an evaluation set.
+
+    Attributes:
+        readings (`list`): one [`Reading`] of each process.
+        rows: the data set; `None` where the trainer does not have it any more.
+        data (`str`, *optional*): see [`fingerprint_of_rows`]; `None` where it is not known.
+    """
+
+    readings: list[Reading]
+    rows: Any = None
+    data: str | None = None
+
+    @property
+    def losses(self) -> np.ndarray:
+        """The losses of all rows and their items, float64 `[rows, 2]`; zeros for a row that does not count."""
+        parts = [part for reading in self.readings for part in reading.values()]
+        return torch.cat([torch.zeros(1, 2), *parts]).double().numpy()
+
+    def is_of(self, rows: Any, data: str | None) -> bool:
+        """Whether this is the data set `rows`, or has the fingerprint `data`."""
+        if rows is not None and self.rows is rows:
+            return True
+        return data is not None and self.data == data
 
 
 class LastLayerReferences:
-    """What was read so far.
+    """What was read so far: by the time of reading, the evaluation sets by their names."""
 
-    Args:
-        readings (mapping, *optional*): [`ReadingsOfSets`] by the time of reading, of a checkpoint.
-        eval_dataset: the trainer's, whose sets those were.
-    """
-
-    def __init__(self, readings: dict[str, ReadingsOfSets] | None = None, eval_dataset: Any = None):
-        if readings is None:
-            readings = {}
-        self._readings = readings
-        # By the time and by the name, the data set: a trainer may get another one of the same name.
-        self._rows = dict.fromkeys(readings, evaluation_sets(eval_dataset))
+    def __init__(self):
+        self._sets: dict[str, dict[str, ReadSet]] = {}
 
     def times(self) -> list[str]:
         """When the last layer was read."""
-        return list(self._readings)
+        return list(self._sets)
 
     def read(self, trainer: Trainer, layers: LayerLosses, time: str) -> None:
         """Read the last layer of the model as it is now; every process calls it. Streams are left out."""
-        by_set = {}
-        sets = evaluation_sets(trainer.eval_dataset)
-        for name, rows in sets.items():
+        by_name = {}
+        for name, rows in evaluation_sets(trainer.eval_dataset).items():
             if not has_length(rows):
                 continue
             reading = _last_layer(trainer, layers, rows)
             readings = [{number: part.cpu() for number, part in reading.items()}]
             if trainer.args.world_size > 1:
                 readings = gather_object(readings)
-            by_set[name] = readings
-        self._readings[time] = by_set
-        self._rows[time] = sets
+            by_name[name] = ReadSet(readings, rows, fingerprint_of_rows(trainer, rows))
+        self._sets[time] = by_name
 
     def of_process(self, rows: Any, process: int, processes: int) -> dict[str, Reading]:
         """By the time, the readings of the data set `rows` by a process; none where it was not read by as many
         `processes`."""
         by_time = {}
-        for time, sets in self._readings.items():
-            for name, readings in sets.items():
-                is_of_rows = self._rows[time].get(name) is rows
-                if is_of_rows and len(readings) == processes:
-                    by_time[time] = readings[process]
+        for time, sets in self._sets.items():
+            for known in sets.values():
+                if known.rows is rows and len(known.readings) == processes:
+                    by_time[time] = known.readings[process]
         return by_time
 
-    def of_other_data(self) -> list[Reference]:
-        """What was read, for a verdict on other data than that of evaluations: of the first set."""
-        references = []
-        for time, sets in self._readings.items():
-            readings = next(iter(sets.values()), [])
-            parts = [part for reading in readings for part in reading.values()]
-            if not parts:
-                continue
-            rows = torch.cat(parts).double().numpy()  # [rows, 2]
-            if (rows[:, 1] > 0).any():
-                references.append(Reference.measured(time, rows, is_same_data=False))
-        return references
+    def has_read(self, rows: Any) -> bool:
+        """Whether the data set `rows` is one of those that were read."""
+        return any(known.rows is rows for sets in self._sets.values() for known in sets.values())
 
-    def _parts(self) -> Iterator[tuple[list, torch.Tensor]]:
-        """The time, the set, the process and the number of each batch that was read, and its reading."""
-        for time, sets in self._readings.items():
-            for name, readings in sets.items():
-                for process, reading in enumerate(readings):
-                    for number, part in reading.items():
-                        yield [time, name, process, number], part
+    def unpaired(self, rows: Any = None, data: str | None = None) -> list[Reference]:
+        """What was read, for a verdict whose rows cannot be paired with those read: of the data set `rows`, of the set
+        with the fingerprint `data`, or else of the first set, which is then one of other data."""
+        references = []
+        for time, sets in self._sets.items():
+            own = [known for known in sets.values() if known.is_of(rows, data)]
+            for known in [*own, *sets.values()][:1]:
+                if (known.losses[:, 1] > 0).any():
+                    references.append(
+                        Reference.measured(
+                            time, known.losses, is_same_data=bool(own), is_paired=False
+                        )
+                    )
+        return references
 
     def save(self, folder: str) -> None:
         """Write what was read into a checkpoint."""
         names = []
         tensors = {}
-        for index, (name, part) in enumerate(self._parts()):
-            names.append(name)
-            tensors[f"{index}"] = part.contiguous()
+        data = {}
+        for time, sets in self._sets.items():
+            data[time] = {name: known.data for name, known in sets.items()}
+            for name, known in sets.items():
+                for process, reading in enumerate(known.readings):
+                    for number, part in reading.items():
+                        tensors[f"{len(names)}"] = part.contiguous()
+                        names.append([time, name, process, number])
         if tensors:
+            metadata = {"names": json.dumps(names), "data": json.dumps(data)}
             with atomic_write(os.path.join(folder, FILE), "wb") as file:
-                file.write(save(tensors, metadata={"names": json.dumps(names)}))
+                file.write(save(tensors, metadata=metadata))
 
     @classmethod
-    def load(cls, folder: str, eval_dataset: Any) -> "LastLayerReferences":
-        """What a checkpoint holds, of the sets of a trainer's `eval_dataset` by their names; nothing where it is older
-        than this file."""
-        by_time = {}
+    def load(cls, folder: str, trainer: Trainer) -> "LastLayerReferences":
+        """What a checkpoint holds; nothing where it is older than this file. A set of the trainer's `eval_dataset` is
+        that of the checkpoint where both have the same name and the same rows."""
+        references = cls()
         path = os.path.join(folder, FILE)
         if not os.path.isfile(path):
-            return cls()
+            return references
 
         with safe_open(path, framework="pt") as file:
-            names = json.loads(file.metadata()["names"])
-            for index, (time, name, process, number) in enumerate(names):
-                readings = by_time.setdefault(time, {}).setdefault(name, [])
-                while len(readings) <= process:
-                    readings.append({})
-                readings[process][number] = file.get_tensor(f"{index}")
-        return cls(by_time, eval_dataset)
+            metadata = file.metadata()
+            data = json.loads(metadata.get("data", "{}"))  # not in files of former versions
+            for index, (time, name, process, number) in enumerate(json.loads(metadata["names"])):
+                sets = references._sets.setdefault(time, {})
+                known = sets.setdefault(name, ReadSet([], data=data.get(time, {}).get(name)))
+                while len(known.readings) <= process:
+                    known.readings.append({})
+                known.readings[process][number] = file.get_tensor(f"{index}")
+
+        for name, rows in evaluation_sets(trainer.eval_dataset).items():
+            references._recognise(name, rows, fingerprint_of_rows(trainer, rows))
+        return references
+
+    def _recognise(self, name: str, rows: Any, data: str | None) -> None:
+        """Take the data set `rows` with the fingerprint `data` for the one of that name that was read, where it is."""
+        read = [sets[name] for sets in self._sets.values() if name in sets]
+        for known in read:
+            if data is not None and known.data == data:
+                known.rows = rows
+        if any(known.rows is None for known in read):
+            logger.warning(
+                f"The evaluation set {name!r} is not known to have the rows that it had before the checkpoint: "
+                "verdicts on it show the earlier losses of the last layer, and do not judge by them."
+            )
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """In plain values, by the time: f_L and the upper end of its interval."""
-        return {
-            reference.name: {"loss": reference.loss, "upper": reference.upper}
-            for reference in self.of_other_data()
-        }
+        """In plain values, by the time: f_L on the first set, the upper end of its interval, and the set's
+        fingerprint."""
+        by_time = {}
+        for reference in self.unpaired():
+            first = next(iter(self._sets[reference.name].values()))
+            by_time[reference.name] = {
+                "loss": reference.loss,
+                "upper": reference.upper,
+                "data": first.data,
+            }
+        return by_time
 
 
-def references_of(summary: Mapping[str, Any]) -> list[Reference]:
-    """Those in the `descent_config.json` of a run."""
-    losses = summary.get("last_layer_losses", {})
-    return [Reference(name, **values) for name, values in losses.items()]
+def references_of(summary: Mapping[str, Any], data: str | None = None) -> list[Reference]:
+    """Those in the `descent_config.json` of a run, for a verdict on rows with the fingerprint `data`."""
+    references = []
+    for name, values in summary.get("last_layer_losses", {}).items():
+        is_same_data = data is not None and values.get("data") == data
+        references.append(
+            Reference(name, values["loss"], values["upper"], is_same_data=is_same_data)
+        )
+    return references
 
 
 def time_to_read(step: int, active_from: int) -> str | None:

@@ -33,6 +33,10 @@ from .references import LastLayerReferences, time_to_read
 class DescentRun:
     """What a trainer knows of one training. Before the first one it has a run that never started.
 
+    Args:
+        record ([`RunRecord`], *optional*): see below.
+        trainer (`Trainer`, *optional*): whose training it is; needed where it goes on from a checkpoint.
+
     Attributes:
         record ([`RunRecord`]): what is kept of the run for its summary and its card.
         references ([`LastLayerReferences`]): the loss of the last layer before training and after the warm-up.
@@ -47,14 +51,14 @@ class DescentRun:
         step ([`StepTotals`]): the optimizer step that is being taken.
     """
 
-    def __init__(self, record: RunRecord | None = None, eval_dataset: Any = None):
+    def __init__(self, record: RunRecord | None = None, trainer: Trainer | None = None):
         if record is None:
             record = RunRecord()
 
         self.record = record
         self.references = LastLayerReferences()
         if record.resumed_from is not None:
-            self.references = LastLayerReferences.load(record.resumed_from, eval_dataset)
+            self.references = LastLayerReferences.load(record.resumed_from, trainer)
             self.record.load(record.resumed_from)
 
         self.task: TaskLoss | None = None

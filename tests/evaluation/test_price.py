@@ -19,10 +19,10 @@ def sums_of(losses):
 PROBLEM = DescentProblem(None, 10.0, 2, loss_targets={1: 4.0})
 
 
-def verdict(last, then=None, is_same_data=True, **settings):
+def verdict(last, then=None, is_same_data=True, is_paired=True, **settings):
     references = []
     if then is not None:
-        references = [Reference.measured(START, sums_of(then), is_same_data)]
+        references = [Reference.measured(START, sums_of(then), is_same_data, is_paired)]
     settings = {"chance": 10.0, "references": references, "max_last_layer_rise": 0.02} | settings
     return certify(PROBLEM, rows_of(np.full(len(last), 1.0), last), **settings)
 
@@ -61,14 +61,24 @@ def test_a_last_layer_that_became_worse_meets_nothing():
 
 
 def test_rows_that_are_the_same_are_compared_by_pairs():
-    """Unpaired, the intervals of such rows are wider than the rise; other rows are not the same."""
+    """Unpaired, the intervals of such rows are wider than the rise."""
     then = losses(3.0)
     now = then * 1.03
     assert verdict(now, then).verdicts == ["not met"]
-    assert verdict(now, then, is_same_data=False).verdicts == ["met"]
-    assert verdict(then * 1.5, then, is_same_data=False).verdicts == ["not met"]
+    assert verdict(now, then, is_paired=False).verdicts == ["met"]
+    assert verdict(then * 1.5, then, is_paired=False).verdicts == ["not met"]
     # Within the noise of the rows nothing is shown, also by pairs.
     assert verdict(losses(3.1, seed=1), then).verdicts == ["met"]
+
+
+def test_a_loss_of_other_data_is_shown_and_decides_nothing():
+    then = losses(3.0)
+    harder = verdict(then * 1.5, then, is_same_data=False)
+    assert harder.verdicts == ["met"] and harder.price.exceeded is None
+    assert "; before training 3 (on the evaluation set of training)." in str(harder)
+
+    as_json = {"name": START, "loss": 3.0, "upper": 3.1}  # as `descent_config.json` has it
+    assert price_of(rows_of(then, then * 1.5), [as_json], 0.02).exceeded is None
 
 
 def test_rows_that_were_left_out_do_not_count():
@@ -117,7 +127,9 @@ def test_prices_survive_the_disk(tmp_path):
 def test_a_change_that_rounds_to_none_has_no_minus(share, expected):
     assert percent(share) == expected
     price = price_of(
-        rows_of([1.0, 1.0], [1.0 + share] * 2), [Reference(START, 1.0)], plain=Reference(PLAIN, 1.0)
+        rows_of([1.0, 1.0], [1.0 + share] * 2),
+        [Reference(START, 1.0, is_same_data=True)],
+        plain=Reference(PLAIN, 1.0),
     )
     assert str(price).count(f"({expected})") == 2
     headline = verdict(losses(2.0 * (1 + share)), plain=2.0).headline

@@ -71,6 +71,7 @@ def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
 
     assert summary["last_layer_losses"][START]["loss"] == pytest.approx(start, rel=1e-5)
     assert [each.name for each in references.references_of(summary)] == [START, WARMUP]
+    assert not any(each.is_same_data for each in references.references_of(summary))
 
 
 @pytest.mark.parametrize("objective", ["deep_supervision", "layerskip"])
@@ -117,8 +118,10 @@ def test_a_ruined_model_meets_nothing(tmp_path):
     assert "above its value before training" in verdict.reasons[0]
 
     kept.evaluate(classification_data(64, seed=2, pad=False))  # of other rows
+    price = kept._run.record.certificate.price
 
-    assert kept._run.record.certificate.price.references[START] == pytest.approx(before, rel=1e-5)
+    assert price.references[START] == pytest.approx(before, rel=1e-5) and price.loss > 1.1 * before
+    assert price.exceeded is None
 
 
 def test_a_resumed_run_compares_with_its_own_start(tmp_path):
@@ -135,11 +138,33 @@ def test_a_resumed_run_compares_with_its_own_start(tmp_path):
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_same"),
+    [
+        pytest.param(classification_data(64, seed=1, pad=False), True, id="the same rows"),
+        pytest.param(classification_data(64, seed=3, pad=False), False, id="other rows"),
+    ],
+)
+def test_a_resumed_run_is_judged_by_readings_of_the_same_rows_alone(
+    tmp_path, caplog, rows, is_same
+):
+    make(tmp_path, save_strategy="steps", save_steps=3, max_steps=3).train()
+    resumed = make(tmp_path, save_strategy="no")
+    resumed.eval_dataset = rows  # as many, and of the same name
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    profile = resumed.evaluate_layers()
+    start = next(each for each in profile.references if each.name == START)
+    told = "The evaluation set 'eval_dataset' is not known to have the rows that it had before"
+
+    assert (start.rows is not None, start.is_same_data) == (is_same, is_same)
+    assert (told in caplog.text) == (not is_same)
+
+
 def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(references, "MOST_ROWS", 21)
     trainer = make(tmp_path)
     trainer.train()
-    (reading,) = trainer._run.references._readings[START]["eval_dataset"]
+    (reading,) = trainer._run.references._sets[START]["eval_dataset"].readings
 
     assert list(reading) == [0, 4, 8] and [len(part) for part in reading.values()] == [7, 7, 7]
 
@@ -180,8 +205,8 @@ def test_persistent_workers_read_the_rows_of_each_set(tmp_path, several):
     )  # fmt: skip
     trainer.train()
     losses = {
-        name: readings[0][0][:, 0].mean().item()
-        for name, readings in trainer._run.references._readings[START].items()
+        name: read.readings[0][0][:, 0].mean().item()
+        for name, read in trainer._run.references._sets[START].items()
     }
     read = sets.values() if several else [sets["a"]]
     assert list(losses.values()) == pytest.approx(

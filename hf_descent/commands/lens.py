@@ -152,7 +152,8 @@ def _language_rows(
     limit = tokens_to_read(model, data_args)
 
     def read(argument: str, path: str, most: int | None) -> list[dict[str, Any]]:
-        if "instruction" in load_file(argument, path, []).column_names:
+        columns = load_file(argument, path, ["instruction", data_args.text_column]).column_names
+        if "instruction" in columns:
             pairs = read_answered(path, args.prompt_format, tokenizer)
         else:
             pairs = read_texts(argument, path, data_args.text_column)

@@ -19,30 +19,15 @@ def open_text(path: str) -> Iterator[TextIO]:
         yield file
 
 
-def first_line_not_utf8(path: str) -> int:
-    """The number of a text file's first line that is not in UTF-8; ValueError where all lines are."""
-    with fsspec.open(path, "rb", compression="infer", expand=False) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return number
-    raise ValueError(f"{path!r} is in UTF-8.")
-
-
 def cached_rows(
     read_rows: Callable[..., Iterator[dict]], features: Features, path: str, **settings: Any
 ) -> Dataset:
-    """What `read_rows` yields for the file, in the cache of `datasets`: it is read again when the file changes."""
-    for name in features:
-        if "\0" in name:
-            raise ValueError(
-                f"the name of the column {name!r} holds a null character, as in a file that is not in UTF-8"
-            )
-    version = (file_version(path), __version__)
-    return Dataset.from_generator(
-        read_rows, features, gen_kwargs={"path": path, "version": version, **settings}
-    )
+    """What `read_rows` yields for the file, in the cache of `datasets`: it is read again when the file changes.
+    ValueError where it has no rows."""
+    settings.update(path=path, version=(file_version(path), __version__))
+    if next(read_rows(**settings), None) is None:
+        raise ValueError("it has no examples")
+    return Dataset.from_generator(read_rows, features, gen_kwargs=settings)
 
 
 def file_version(path: str) -> str:

@@ -26,12 +26,11 @@ def load_image_classification(
     columns = {"image": image_column, "labels": label_column}
     remedy = "Name the right ones by `image_column` and `label_column`."
     labelled = {}
-    left_out = {}
     for split, rows in load_splits(args, list(columns.values())).items():
         selected = select_columns(rows, columns, split, remedy)
-        left_out[split] = missing_labels(selected, split, label_column)
-        labelled[split] = drop_rows(selected, left_out[split], split, label_column)
-    return hold_out(class_labels(labelled, label_column, left_out), args)
+        missing = missing_labels(selected, split, label_column)
+        labelled[split] = drop_rows(selected, missing, split, label_column)
+    return hold_out(class_labels(labelled, label_column), args)
 
 
 class ImageCollator:

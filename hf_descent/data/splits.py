@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-from datasets import ClassLabel, Dataset, DatasetDict, Image, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
@@ -147,10 +147,10 @@ def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Datas
 
 
 def _load_named(name: str, config: str | None, split: str) -> Dataset:
-    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it; says so on the screen
-    where it read them off a csv or json file. ValueError where it could not."""
+    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it. ValueError where it
+    could not read it."""
     try:
-        rows = load_dataset(name, config, split=split)
+        return load_dataset(name, config, split=split)
     except DatasetGenerationError as error:
         cause = error
         if error.__cause__ is not None:
@@ -159,26 +159,6 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
             f"`dataset_name` is {name!r}, whose examples `datasets` cannot read ({cause}); give its files by "
             "`train_file`, `validation_file` and `test_file`."
         ) from error
-    _report_guessed_types(name, rows)
-    return rows
-
-
-def _report_guessed_types(name: str, rows: Dataset) -> None:
-    """Says on the screen where `datasets` read the types of a data set off its files."""
-    source = rows.info.builder_name
-    remedy = "Give them by `train_file`, `validation_file` and `test_file`"
-    if source == "imagefolder":
-        if all(isinstance(feature, ClassLabel | Image) for feature in rows.features.values()):
-            return  # the names of folders
-        source = "metadata"
-        remedy = "Put the images of each class into a folder of its name"
-    elif source not in ("csv", "json"):
-        return
-
-    logger.warning(
-        f"The {source} files of {name!r} may hold other values than the model gets, since `datasets` guesses their "
-        f"types. {remedy} to have them as they are written."
-    )
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:

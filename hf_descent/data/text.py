@@ -1,6 +1,6 @@
 """Text classification data (IMDb, MNLI, or your own): from a Hub name or local files to tokenised splits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from datasets import Dataset, DatasetDict
@@ -10,13 +10,13 @@ from transformers.utils import logging
 
 from ..loading import has_position_table, position_limit
 from .labels import (
-    are_places,
-    class_key,
     class_labels,
+    class_name,
     encode_labels,
+    is_whole,
+    label_names,
     listed,
     missing_labels,
-    warn_of_counting_from_1,
 )
 from .splits import (
     SplitArguments,
@@ -26,7 +26,6 @@ from .splits import (
     drop_rows,
     hold_out,
     load_splits,
-    name_rows,
     select_columns,
 )
 
@@ -70,9 +69,7 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
 
     splits = load_splits(args, list(columns.values()))
     labelled = {name: _labelled_rows(rows, columns, name) for name, rows in splits.items()}
-    left_out = {name: missing for name, (_, missing) in labelled.items()}
-    kept = {name: rows for name, (rows, _) in labelled.items()}
-    return hold_out(class_labels(kept, args.label_column, left_out), args)
+    return hold_out(class_labels(labelled, args.label_column), args)
 
 
 def load_for_model(
@@ -94,10 +91,9 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case;
     ValueError where the data has a class that the model has not.
 
-    Numbers and booleans are the same classes however they are written (1 and 1.0, true and 1). Labels that are
-    numbers are the model's numbers, unless the names of its classes are numbers; a warning says which classes they
-    stand for if 0 does not occur. If the model has default names (`LABEL_0`, ...), the names of the data keep their
-    order, which a warning shows.
+    Labels that are numbers are the model's numbers, unless the names of its classes are numbers; a warning says which
+    classes they stand for if 0 does not occur. If the model has default names (`LABEL_0`, ...), the names of the data
+    keep their order, which a warning shows.
     """
     names = dataset["train"].features["labels"].names
     occurring = {
@@ -106,25 +102,14 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     classes = [str(id2label[number]) for number in range(len(id2label))]
     numbers = [str(number) for number in range(len(classes))]
 
-    # Numbers by all the names, since a few rows may lack the one that shows that counting begins at 1.
-    ways = [
-        (classes, occurring, str),
-        (classes, occurring, str.casefold),
-        (classes, occurring, class_key),
-    ]
-    if are_places(classes):
-        ways.append((numbers, names, str))
+    for key in (str, _in_any_case):
+        if _is_part_of(occurring, classes, key):
+            return _renumbered(dataset, classes, key)
 
-    for known, of_data, key in ways:
-        known_keys = set(map(key, known))
-        data_keys = set(map(key, of_data))
-        is_unique = len(known_keys) == len(set(known)) and len(data_keys) == len(set(of_data))
-        if data_keys <= known_keys and is_unique:
-            if known is numbers:
-                warn_of_counting_from_1(set(map(int, of_data)), classes, "the data")
-            return DatasetDict(
-                {split: _renumbered(rows, known, key) for split, rows in dataset.items()}
-            )
+    # By all the names, since a few rows may lack the one that shows that counting begins at 1.
+    if _is_part_of(names, numbers, str) and not any(map(is_whole, classes)):
+        _warn_of_counting_from_1(occurring, classes)
+        return _renumbered(dataset, numbers, str)
 
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         meaning = listed(
@@ -136,6 +121,41 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         return dataset
     raise ValueError(
         f"The data has the classes {names}, and the model {classes}: rename those of the data."
+    )
+
+
+def _in_any_case(name: str) -> str:
+    return class_name(name).casefold()
+
+
+def _is_part_of(names: Collection[str], classes: Sequence[str], key: Callable[[str], str]) -> bool:
+    """Whether each name is one of the classes by a `key` that keeps both apart."""
+    keys = set(map(key, names))
+    known = set(map(key, classes))
+    return keys <= known and len(keys) == len(names) and len(known) == len(classes)
+
+
+def _renumbered(
+    dataset: DatasetDict, classes: Sequence[str], key: Callable[[str], str]
+) -> DatasetDict:
+    return DatasetDict(
+        {
+            split: encode_labels(rows, label_names(rows), classes, key)
+            for split, rows in dataset.items()
+        }
+    )
+
+
+def _warn_of_counting_from_1(names: Collection[str], classes: Sequence[str]) -> None:
+    """Says on the screen which of `classes` the numbers stand for if 0 is not among them, so that they may count from
+    1."""
+    if "0" in names:
+        return
+    numbers = sorted(map(int, names))
+    meaning = listed(numbers, lambda number: f"{number} is {classes[number]!r}")
+    logger.warning(
+        f"The numbers in the data count the names of classes from 0, but 0 does not occur: {meaning}. If they count "
+        "from 1, subtract 1 or write the names."
     )
 
 
@@ -199,34 +219,11 @@ def tokenize(
     )
 
 
-def _labelled_rows(
-    rows: Dataset, columns: Mapping[str, str], split: str
-) -> tuple[Dataset, dict[int, str]]:
-    """The columns `text`, `text_pair` and `labels` of the rows that have a label, and why the other ones have none."""
+def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dataset:
+    """The columns `text`, `text_pair` and `labels` of the rows that have a label."""
     remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
     selected = select_columns(rows, columns, split, remedy)
     missing = missing_labels(selected, split, columns["labels"])
     texts = [column for name, column in columns.items() if name != "labels"]
     check_texts(rows, f"The {split} split", *texts, ignored=missing)
-    _report_blanks(rows.select_columns(texts), split, missing)
-    return drop_rows(selected, missing, split, columns["labels"]), missing
-
-
-def _report_blanks(texts: Dataset, split: str, ignored: Mapping[int, str]) -> None:
-    """Says on the screen which rows have an empty text: they are kept, but hardly meant."""
-    columns = [column_values(texts, name) for name in texts.column_names]
-    blank = [
-        index
-        for index, values in enumerate(zip(*columns))
-        if index not in ignored and not any(map(str.strip, values))
-    ]
-    if blank:
-        logger.warning(
-            f"{len(blank)} of the {len(texts)} {split} examples have an empty text ({name_rows(blank)}). They are "
-            "kept."
-        )
-
-
-def _renumbered(rows: Dataset, classes: list[str], key) -> Dataset:
-    names = rows.features["labels"].int2str(rows["labels"][:])
-    return encode_labels(rows, names, classes, key)
+    return drop_rows(selected, missing, split, columns["labels"])

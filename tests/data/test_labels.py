@@ -62,7 +62,7 @@ def classes_of(rows):
         (["1.0", "0.0", "2.0"], ["0", "1", "2"], ["1", "0", "2"]),
         (["1", "0.0", "1.0"], ["0", "1"], ["1", "0", "1"]),
         (["True", "False"], ["False", "True"], None),
-        (["1", "0", "true"], ["0", "1"], ["1", "0", "1"]),
+        (["1", "0", "true"], ["0", "1", "True"], ["1", "0", "True"]),
         (["NA", "null", "None", "nan"], ["NA", "None", "nan", "null"], None),
         (["1.10", "1.1.2"], ["1.1.2", "1.10"], None),
         (["+1", "1"], ["+1", "1"], None),
@@ -99,10 +99,7 @@ def test_a_late_label_does_not_change_the_early_ones(tmp_path):
         ([1, 0, 1], pyarrow.uint64()),
         ([1.0, 0.0, 1.0], pyarrow.float32()),
         (np.array([1, -0.0, 1], np.float16), None),
-        ([Decimal("1.0"), Decimal("0.0"), Decimal("1.0")], None),
-        ([True, False, True], None),
         (["1.0", "0.0", "1.0"], None),
-        (["true", "false", "TRUE"], None),
         ([1, 0, 1], ClassLabel(num_classes=2)),
         (["1", "0", "1"], pyarrow.large_string()),
         (pyarrow.array(["1", "0", "1"]).dictionary_encode(), None),
@@ -117,8 +114,8 @@ def test_splits_may_differ_in_how_they_store_a_class(tmp_path, labels, kind):
 
 
 ALIKE = {
-    "0": [0, 0.0, -0.0, "0", "0.0", "-0.0", " 0 ", Decimal("0.0")],
-    "1": [1, 1.0, "1", "1.00", Decimal("1")],
+    "0": [0, 0.0, -0.0, "0", "0.0", "-0.0", " 0 "],
+    "1": [1, 1.0, "1", "1.00"],
     "False": [False, "false", "FALSE"],
     "True": [True, "true", " True"],
     "maybe": ["maybe", "maybe "],
@@ -127,16 +124,13 @@ ALIKE = {
 }
 
 
-@pytest.mark.parametrize("names", [["0", "1"], ["False", "True"]])
-@pytest.mark.parametrize("others", [[], ["maybe"], ["maybe", "2020-01-01", "01"]])
-def test_labels_are_one_class_whatever_their_types_also_beside_texts(tmp_path, names, others):
+@pytest.mark.parametrize("classes", [["0", "1"], ["False", "True"], sorted(ALIKE)])
+def test_labels_are_one_class_whatever_their_types(tmp_path, classes):
     """In one json file, and in splits of any kind."""
-    classes = sorted([*names, *others])
     labels = [label for name in classes for label in ALIKE[name]]
     expected = [name for name in classes for _ in ALIKE[name]]
 
-    json_labels = [float(label) if isinstance(label, Decimal) else label for label in labels]
-    mixed = write(tmp_path / "mixed.jsonl", json_labels)
+    mixed = write(tmp_path / "mixed.jsonl", labels)
     csv = write(tmp_path / "rows.csv", labels)
     texts = write(tmp_path / "rows.parquet", list(map(str, labels)))
     for train, test in product([mixed, csv, texts], repeat=2):
@@ -145,68 +139,24 @@ def test_labels_are_one_class_whatever_their_types_also_beside_texts(tmp_path, n
         assert classes_of(splits["train"]) == classes_of(splits["test"]) == expected
 
 
-@pytest.mark.parametrize(
-    ("train", "kind", "test", "expected"),
-    [
-        ([1.0, 0.0], None, ["1", "0", "maybe"], ["1", "0", "maybe"]),
-        ([True, False], None, ["true", "FALSE", "maybe"], ["True", "False", "maybe"]),
-        ([True, False], None, ["1", "0", "maybe"], ["1", "0", "maybe"]),
-        ([Decimal("1"), Decimal("-0.0")], None, ["1", "-0", "maybe"], ["1", "0", "maybe"]),
-        ([1, 0], pyarrow.uint8(), ["True", "false", "maybe"], ["1", "0", "maybe"]),
-    ],
-)
-def test_a_class_of_text_does_not_part_the_other_ones(tmp_path, train, kind, test, expected):
-    first = write(tmp_path / "first.parquet", train, kind)
-    second = write(tmp_path / "second.csv", test)
-    splits = load(second, first)
-    assert classes_of(splits["train"]) == expected
-    assert classes_of(splits["test"]) == expected[:2]
-
-
-@pytest.mark.parametrize(
-    "names", [["true", "maybe", "false"], ["FALSE", "TRUE", "maybe"], ["1.0", "0", "x"]]
-)
-def test_names_of_a_class_label_are_found_however_they_are_written(tmp_path, names):
-    named = write(tmp_path / "named.parquet", [0, 1, 2], ClassLabel(names=names))
-    texts = write(tmp_path / "texts.csv", names[::-1])
-    for splits in (load(named, texts), load(texts, named)):
-        assert splits["train"].features["labels"].names == names
-    assert classes_of(load(named, texts)["test"]) == names[::-1]
-
-
 def test_json_values_of_several_types(tmp_path):
     path = write(tmp_path / "rows.jsonl", [1, 0.0, True, "1", None, "0"])
-    assert classes_of(load(path)["test"]) == ["1", "0", "1", "1", "0"]
+    assert classes_of(load(path)["test"]) == ["1", "0", "True", "1", "0"]
     path = write(tmp_path / "texts.jsonl", [1, 2.0, "neg", True])
-    assert classes_of(load(path)["test"]) == ["1", "2", "neg", "1"]
+    assert classes_of(load(path)["test"]) == ["1", "2", "neg", "True"]
 
 
 @pytest.mark.parametrize(
     ("train", "train_kind", "test", "test_kind", "expected"),
     [
-        ([0, 1], NAMED, [1, 0], None, ["pos", "neg"]),
-        ([0, 1], NAMED, [1.0, 0.0], None, ["pos", "neg"]),
-        ([0, 1], NAMED, [True, False], None, None),  # no numbers of classes with other names
-        ([0, 1], NAMED, ["true", "false"], None, None),
-        ([0, 1], NAMED, ["neg", "true"], None, None),
-        ([0, 1], NAMED, ["neg", "1"], None, None),
-        ([True, False], None, [1, 0], NAMED, None),
-        ([0, 1], ClassLabel(names=["true", "false"]), [True, False], None, ["true", "false"]),
-        ([1, 0], ClassLabel(names=["no", "TRUE", "false"]), [True], None, ["TRUE"]),
-        ([0, 1], ClassLabel(num_classes=2), [True, False], None, ["1", "0"]),
-        ([True, False], None, [0, 1], ClassLabel(names=["true", "false"]), ["true", "false"]),
         ([0, 1], NAMED, ["pos", "neg"], None, ["pos", "neg"]),
-        ([0, 1], None, [1, 0], NAMED, ["pos", "neg"]),
         (["neg", "pos"], None, [1, 0], NAMED, ["pos", "neg"]),
         ([0, 1], NAMED, [0, 1], ClassLabel(names=["pos", "neg"]), ["pos", "neg"]),
         ([0, 1], DIGITS, [1, 2], None, ["1", "2"]),
         ([0, 1], DIGITS, [0, 1], None, None),
-        ([0, 1], NAMED, [0, 2], None, None),
-        # By their names true and false are other classes than by their numbers.
-        (["true", "false"], None, [0, 1], ClassLabel(names=["true", "false"]), ["true", "false"]),
-        ([0, 1], ClassLabel(names=["true", "false"]), [1, 0], None, None),
-        ([0, 1], ClassLabel(names=["False", "True"]), ["true", "0"], None, ["True", "False"]),
-        (["neg", "pos"], None, [0, 1], None, None),  # the order of neither is known
+        ([0, 1], NAMED, [1, 0], None, None),
+        ([0, 1], None, [1, 0], NAMED, None),
+        ([0, 1], NAMED, [True, False], None, None),
     ],
 )
 def test_labels_beside_a_class_label(tmp_path, train, train_kind, test, test_kind, expected):
@@ -232,7 +182,6 @@ def test_labels_beside_a_class_label(tmp_path, train, train_kind, test, test_kin
         ([True, None, False, None], None, "no value or NaN: 2; examples 2, 4"),
         ([1, -1, 0, None], NAMED, "-1 in a `ClassLabel`: 1, no value or NaN: 1; examples 2, 4"),
         (["x", "", "y", "  "], None, "blank: 2; examples 2, 4"),
-        ([Decimal("1"), None, Decimal("0"), None], None, "no value or NaN: 2; examples 2, 4"),
     ],
 )  # fmt: skip
 def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels, kind, report):
@@ -248,30 +197,12 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
         )
 
 
-@pytest.mark.parametrize(
-    ("train", "kind", "meaning"),
-    [
-        ([1, 2], None, "1 is 'y', 2 is 'z'"),
-        (["1", "1.0", "2"], None, "1 is 'y', 2 is 'z'"),
-        ([1, 2, 0], None, None),
-        (["x", "y", "z"], None, None),
-        ([0, 1], ClassLabel(names=["x", "y", "z"]), None),
-    ],
-)
-def test_numbers_that_may_count_from_1_are_said(tmp_path, caplog, train, kind, meaning):
-    train = write(tmp_path / "train.parquet", train, kind)
-    load(train, write(tmp_path / "test.parquet", [0, 1, 2], ClassLabel(names=["x", "y", "z"])))
-    warnings = [record.message for record in caplog.records if "count from 1" in record.message]
-    assert len(warnings) == (meaning is not None)
-    assert meaning is None or f"0 does not occur: {meaning}." in warnings[0]
-
-
 def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
-    labels = ["pos", "Pos", '"pos"', "\u200bpos", "caf\u00e9", "cafe\u0301", "pos", "TRUE", "true"]
+    labels = ["pos", "Pos", '"pos"', "\u200bpos", "pos", "TRUE", "true"]
     load(write(tmp_path / "rows.jsonl", labels))
     (report,) = [record for record in caplog.records if "The training data has" in record.message]
     assert report.levelname == "WARNING"  # what Python shows by default
-    assert "The training data has 9 labelled examples of 7 classes: " in report.message
+    assert "The training data has 7 labelled examples of 5 classes: " in report.message
     for name in (
         "'pos': 2",
         "'Pos': 1",
@@ -280,7 +211,6 @@ def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
         "'True': 2",
     ):
         assert name in report.message
-    assert "'caf\u00e9': 1" in report.message and r"'cafe\u0301': 1" in report.message
 
 
 def test_a_rare_spelling_is_named_among_many_classes(tmp_path, caplog):
@@ -311,8 +241,7 @@ def test_many_dropped_rows_are_named_in_short(tmp_path, caplog):
     ("suffix", "mark"),
     [
         *product([".jsonl", ".parquet"], [-1, -100, -1.0, -100.0]),
-        *product([".csv"], ["-1", "-1.0", "-100", "-1e0", "-01"]),
-        *product([".csv"], ["\u22121", "\u2013100", "\uff0d1.0"]),
+        *product([".csv"], ["-1", "-1.0", "-100"]),
         (".jsonl", "-1"),
     ],
 )
@@ -320,18 +249,9 @@ def test_what_may_mean_no_label_is_refused(tmp_path, suffix, mark):
     others = {int: [0, 1], float: [0.0, 1.0], str: ["neg", "pos"]}[type(mark)]
     with pytest.raises(
         ValueError,
-        match=r"train split holds .*[-\u2212\u2013\uff0d]0?1.* \(example 2\), which may mean",
+        match=r"train split holds .*-1.* \(example 2\), which may mean",
     ):
         load(write(tmp_path / f"rows{suffix}", [others[0], mark, others[1]]))
-
-
-@pytest.mark.parametrize(
-    "word", ["NA", "nan", "<NA>", "n.a.", "NaT", "-inf", "?", "--", r"\N", "unlabeled", "#REF!"]
-)
-def test_no_value_beside_numbers_is_refused(tmp_path, word):
-    with pytest.raises(ValueError, match="numbers or booleans but for .*leave these cells empty"):
-        load(write(tmp_path / "rows.csv", ["0", "1", word]))
-    assert classes_of(load(write(tmp_path / "rows.csv", ["x", "y", word]))["test"])[2] == word
 
 
 @pytest.mark.parametrize(
@@ -345,15 +265,10 @@ def test_no_value_beside_numbers_is_refused(tmp_path, word):
         (["x", "1\nb\nc,0"], None, r"holds '1\\nb\\nc,0' \(example 2\), which has several lines"),
         ([0.5, 1.0], None, r"holds 0.5 \(example 1\), which is no class"),
         ([float("inf"), 1.0], None, "holds inf .* no class"),
-        ([Decimal("1.5"), Decimal("1.0")], None, "no class"),
-        (["0.5", "1.0"], None, "A label is '0.5' .*, which is no class"),
-        (["0,5", "1,0"], None, "A label is '0,5' .*, which is no class"),
-        (["5e-1", "1.0"], None, "A label is '5e-1' .*, which is no class"),
-        (
-            ["1", "0.00000000000000000001", "1e999"],
-            None,
-            "A label is '0.0.*1' .*, which is no class",
-        ),
+        ([Decimal("1.5"), Decimal("1.0")], None, "a Decimal: give one class per example"),
+        (["0.5", "1.0"], None, "label of the column `label` is '0.5', which is no class"),
+        (["5e-1", "1.0"], None, "label of the column `label` is '5e-1', which is no class"),
+        (["1", "0", "nan"], None, "label of the column `label` is 'nan', which is no class"),
         ([None, None], None, r"no example with a value of `label` \(no value or NaN: 2\)"),
         ([-1, -1], NAMED, r"no example with a value of `label` \(-1 in a `ClassLabel`: 2\)"),
         ([1.0, 1], None, "all of one class"),
@@ -370,15 +285,11 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, labels, kind, message)
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (["1", "", "0.5"], None, r"'0.5' \(column `label` of the train split, example 3\), which is no class"),
-        (["1", "", "0", "NA"], None, r"for 'NA' \(column `label` of the train split, example 4\), which may"),
-        (["1", "0"], ["1", "", "NA"], r"for 'NA' \(column `label` of the test split, example 3\), which may"),
         (["1", "", "1"], None, r"one class, \['1'\] \(column `label`\): name another `label_column`"),
-        (["cafe\u0301", "0"], ["caf\u00e9", "0"], r"classes \['café'\] .* not: \['0', 'cafe\\u0301'\]"),
-        (["1", "0"], ["", "1", "3"], r"classes \['3'\] \(column `label`, first in example 3\), which .* drop"),
+        (["1", "0"], ["", "1", "3"], r"classes \['3'\] \(column `label`\), which .* drop examples"),
     ],
 )  # fmt: skip
-def test_messages_name_the_column_and_the_row_of_the_file(tmp_path, train, test, message):
+def test_messages_name_the_column(tmp_path, train, test, message):
     train = write(tmp_path / "train.csv", train)
     with pytest.raises(ValueError, match=message):
         load_text_classification(
@@ -409,11 +320,3 @@ def test_not_a_number_in_json_is_no_label(tmp_path, caplog, others):
 def test_one_list_among_json_labels_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds \[1, 2\] \(example 3\), a list"):
         load(write(tmp_path / "rows.jsonl", [1, 2, [1, 2]]))
-
-
-def test_a_number_beside_class_names_has_to_be_theirs(tmp_path):
-    rows = Dataset.from_dict({"text": ["a", "b"], "label": [0, -100]})
-    features = Features({"text": Value("string"), "label": NAMED})
-    rows.cast(features).to_parquet(tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="holds -100 .*has the numbers 0 to 1"):
-        load(str(tmp_path / "rows.parquet"))

@@ -107,11 +107,11 @@ def test_json_values_keep_their_types(tmp_path):
     columns = {
         "whole": [1, 2, None], "float": [1.0, 0.5, None], "truth": [True, None, False],
         "mixed": [1, "1", True], "numbers": [1, 1.5, None], "nested": [[1], {"a": "7"}, "007"],
-        "late": [None, None, "7"], "long": [2**70, 1, 0],
+        "late": [None, None, "7"],
     }  # fmt: skip
     rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
     loaded = read(write_lines(tmp_path / "rows.jsonl", rows))
-    for name in columns.keys() - {"long"}:
+    for name in columns:
         found = loaded[name][:]
         assert found == columns[name]
         assert list(map(type, found)) == list(map(type, columns[name]))
@@ -123,11 +123,9 @@ def test_json_values_keep_their_types(tmp_path):
         '[{"text": "a", "label": 0}, {"text": "b", "label": 1}]',
         '{"text": "a", "label": 0}\r\n\r\n{"text": "b", "label": 1}\r\n',
         '\ufeff{"text": "a", "label": 0}\n{"text": "b", "label": 1}',
-        '{"text": ["a", "b"], "label": [0, 1]}',
-        '{\n"text": {"0": "a", "1": "b"},\n"label": {"0": 0, "1": 1}\n}',
-        '{"text": {"0": "a", "1": "b"}, "label": {"1": 1, "0": 0}}',
+        '\n [\n{"text": "a", "label": 0},\n{"text": "b", "label": 1}\n]',
     ],
-    ids=["list", "lines", "byte order mark", "columns", "pandas", "pandas in another order"],
+    ids=["list", "lines", "byte order mark", "list over lines"],
 )
 def test_forms_of_json(tmp_path, content):
     (tmp_path / "rows.json").write_bytes(content.encode())
@@ -193,13 +191,7 @@ def test_unused_columns_do_not_matter(tmp_path):
 
     rows = [{"text": "a", "label": 1, "x": 1}, {"text": "b", "label": 0, "x": {"y": [None, "z"]}}]
     assert read(write_lines(tmp_path / "rows.jsonl", rows))["label"][:] == [1, 0]
-    (tmp_path / "twice.jsonl").write_text(
-        '{"label": 1, "x": {"y": 1, "y": 1e-400, "label": 1, "label": 2}, "z": "\\ud83d"}'
-    )
-    assert read(tmp_path / "twice.jsonl")["label"][:] == [1]
-
     table = {"text": ["a"], "label": [1], "day": [datetime.date(2020, 1, 1)], "raw": [b"\xff"]}
-    table["map"] = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
     parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
     assert read(tmp_path / "rows.parquet")["label"][:] == [1]
 
@@ -209,12 +201,9 @@ def test_unused_columns_do_not_matter(tmp_path):
     [
         ("a,b;text;label\n1;x,y;z\n", ("text", "label"), {"text": "x,y", "label": "z"}),
         ("text\n\"x; y\"\n", ("text",), {"text": "x; y"}),
-        ("text, label\nx, \"y, z\"\n", ("text", "label"), {"text": "x", "label": "y, z"}),
-        ('text, "label"\n"x", "y, z"\n', ("text", "label"), {"text": "x", "label": "y, z"}),
-        ("\n\ntext , label\nx,y\n", ("text", "label"), {"text": "x", "label": "y"}),
-        ("text,label,\nx,y,\n", ("text", "label"), {"text": "x", "label": "y"}),
+        ("text , label\nx,y\n\n", ("text", "label"), {"text": "x", "label": "y"}),
     ],
-    ids=["separators in names", "one column", "blanks", "quotes after blanks", "blank lines", "last separator"],
+    ids=["separators in names", "one column", "blanks"],
 )  # fmt: skip
 def test_the_first_line_tells_the_separator(tmp_path, content, columns, expected):
     (tmp_path / "rows.csv").write_text(content)
@@ -222,48 +211,10 @@ def test_the_first_line_tells_the_separator(tmp_path, content, columns, expected
     assert {name: row[name] for name in columns} == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "text", "is_said"),
-    [
-        ('text,label\n"a,b\nc",1\ne,0\n', "a,b\nc", True),
-        ('text, label\n"a, b\nc", 1\ne, 0\n', "a, b\nc", True),
-        ('text,label\n"a, b\nc",1\ne,0\n', "a, b\nc", False),
-        ('text,label\n"a, b\nc, d",1\ne,0\n', "a, b\nc, d", False),
-        ('text|label\n"a | b\nc | d"|1\n', "a | b\nc | d", False),
-        ('text\n"a\nb"\n', "a\nb", False),
-    ],
-)
-def test_lines_of_a_text_that_could_be_rows_are_said(tmp_path, caplog, content, text, is_said):
-    (tmp_path / "rows.csv").write_text(content)
-    assert read(tmp_path / "rows.csv")["text"][0] == text
-    assert ("1 values in quotes hold several lines" in caplog.text) == is_said
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        'text,label\nfine,0\n"Wow,1\nbad\nmeh,0\nlast one",1\nq,0\n',
-        'text\tlabel\nfine\t0\n"Wow\t1\nbad\nmeh\t0\nlast one"\t1\nq\t0\n',
-        'id\ttext\tlabel\n1\ta\t0\n2\t"b\t1\n3\tc\t0\textra\n4\td"\t1\n5\te\t0\n',
-        'text,label,note\na,0,ok\n"b,1,good\nc,0\nd,0,so\ne,1\nf",1,z\ng,0,x\n',
-        'text,label,note\na,0,ok\n"b,1\nc,0\nd,0,so\ne",1,z\ng,0,x\n',
-        'text,label,note\na,0,\n"b,1\nc,0,x,y\nd,0\ne",1,z\ng,0,\n',
-        'one,other,label\na,b,0\n"c,d,1\ne,f",0\ng,h,1\n',
-        'text, label\na, 0\n"b, 1\nc\nd, 0\ne", 1\n',
-        ',text,label\n0,a,0\n1,"b,1\n2,c\n3,d",1\n4,e,0\n',
-    ],
-)
-def test_rows_in_a_value_are_found_though_some_lack_separators(tmp_path, content):
-    path = tmp_path / "rows.csv"
-    path.write_text(content)
-    with pytest.raises(ValueError, match="value in quotes .* in example [12] holds"):
-        read(path)
-
-
 @pytest.mark.parametrize("separator", [",", "\t", ";"])
 @pytest.mark.parametrize("has_number", [False, True])
 @pytest.mark.parametrize("is_label_first", [False, True])
-def test_texts_of_several_lines_are_read(tmp_path, caplog, separator, has_number, is_label_first):
+def test_texts_of_several_lines_are_read(tmp_path, separator, has_number, is_label_first):
     texts = [
         "Dear all,\n\nthank you, bye",
         "one\ntwo",
@@ -279,57 +230,6 @@ def test_texts_of_several_lines_are_read(tmp_path, caplog, separator, has_number
         rows = [[str(number), *row] for number, row in enumerate(rows)]
     path = write_csv(tmp_path / "rows.csv", rows, separator)
     assert read(path)["text"][:] == texts
-    assert "several lines" not in caplog.text
-
-
-def test_lines_that_could_be_rows_are_said_every_time(tmp_path, caplog):
-    path = tmp_path / "rows.csv"
-    path.write_text('text,label\n"one\ntwo,1\nthree\nfour\nfive",1\nsix,0\n')
-    for _ in range(2):
-        caplog.clear()
-        assert len(read(path)) == 2
-        assert (
-            "1 values in quotes hold several lines, some of which look like examples" in caplog.text
-        )
-        assert "in example 1" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("header", "columns", "expected"),
-    [
-        ("text,score,score 4,score", ("text", "score 4"), "z"),
-        ("score 2,,column 2,text", ("column 2", "text"), "z"),
-        ("text,label,,column 3", ("text", "column 3"), "w"),
-        ("text,label,column 3,", ("text", "column 3"), "z"),
-    ],
-)
-def test_a_made_up_name_is_no_name_of_the_file(tmp_path, header, columns, expected):
-    (tmp_path / "rows.csv").write_text(f"{header}\nx,y,z,w\n")
-    name = next(name for name in columns if name != "text")
-    assert read(tmp_path / "rows.csv", columns)[name][:] == [expected]
-
-
-def test_a_lone_carriage_return_is_no_end_of_a_row(tmp_path):
-    path = tmp_path / "rows.csv"
-    for content in ("text,label\nfoo\rbar,0\nb,1\n", "label,text\r\n0,foo\rbar\r\n1,b"):
-        path.write_text(content, newline="")
-        with pytest.raises(ValueError, match=r"line 2 ends in '\\r', and lines above do not; put"):
-            read(path)
-    for end in ("\r", "\r\n", "\r\r\n"):
-        path.write_text(end.join(["text,label", '"foo\rbar",0', "b,1", ""]), newline="")
-        assert read(path)["text"][:] == ["foo\rbar", "b"]
-
-
-def test_a_column_of_many_values_does_not_make_lines_rows(tmp_path):
-    rows = [[str(number), "x"] for number in range(2_000)]
-    path = write_csv(tmp_path / "rows.csv", [["id", "text"], *rows, ["2000", "a\n5,b"]])
-    assert read(path, ("text",))["text"][-1] == "a\n5,b"
-
-
-def test_long_texts_are_read(tmp_path):
-    path = write_csv(tmp_path / "rows.csv", [["y" * 200_000, "text"], ["1", "x" * 200_000]])
-    assert len(read(path)["text"][0]) == 200_000
-    assert csv.field_size_limit() == 131_072  # as it was
 
 
 @pytest.mark.parametrize(
@@ -338,126 +238,40 @@ def test_long_texts_are_read(tmp_path):
         ("rows.csv", 'text,label\n"Great" film,1\n', "line 2: .*double each quote"),
         ("rows.csv", 'text,label\nb,0\n"a,1\nb,0\n', "unexpected end of data"),
         ("rows.csv", "text,label\nx,1\na, b,1\n", "line 3 has 3 values for 2 columns"),
-        ("rows.csv", "text,label\na,b,c,d,1\n", "line 2 has 5 values for 2 columns"),
-        (
-            "rows.tsv",
-            'text\tlabel\n"a\t0\nb\t1\nc"\t1\n',
-            "value in quotes .* in example 1 holds several lines, most",
-        ),
+        ("rows.csv", "text,label\nx,1\na\n", "line 3 has 1 values for 2 columns"),
+        ("rows.csv", "text,label\nfoo\rbar,0\n", "line 2 has 1 values for 2 columns"),
         ("rows.csv", "text,label,label\na,0,1\n", "two of its columns have the name 'label'"),
-        ("rows.csv", "text,label\n", "no examples below its first line"),
-        ("rows.csv", "", "it is empty"),
-        ("rows.csv", "sep=;\ntext;label\na;0\n", "first line is 'sep=;', which only Excel reads"),
-        ("rows.csv", "text,label\na,1\nä,1\n".encode("latin-1"), "line 3 .*Save the file as UTF-8"),
-        (
-            "rows.csv",
-            b"text,label\n" + b"a,1\n" * 20_000 + b"\xe4,1\n",
-            "line 20002 is not in UTF-8",
-        ),
-        ("rows.csv.gz", gzip.compress(b"text,label\n\xe4,1\n", mtime=0), "line 2 is not in UTF-8"),
-        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', "line 2 .*Save the file as UTF-8"),
-        ("rows.csv", "text,label\na,1\n".encode("utf-16"), "line 1 is not in UTF-8"),
-        ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file.*cut or damaged"),
+        ("rows.csv", "text,label\n", "it has no examples"),
+        ("rows.csv", "", "its first line is empty"),
+        ("rows.csv", "text,label\na,1\nä,1\n".encode("latin-1"), "can't decode .* in UTF-8"),
+        ("rows.csv.gz", gzip.compress(b"text,label\n\xe4,1\n", mtime=0), "can't decode"),
+        ("rows.jsonl", b'{"text": "a"}\n{"text": "\xe4"}', "can't decode .* in UTF-8"),
+        ("rows.csv", "text,label\na,1\n".encode("utf-16"), "can't decode"),
+        ("rows.csv", gzip.compress(b"text,label\na,1\n", mtime=0), "can't decode"),
+        ("rows.csv.gz", "text,label\na,1\n", "Not a gzipped file"),
         (
             "rows.csv.gz",
             gzip.compress(b"text,label\n" + b"a,1\n" * 99, mtime=0)[:30],
-            "ended before .*was cut or damaged.* copy it again",
+            "ended before",
         ),
+        ("rows.csv.xz", lzma.compress(b"text,label\n" + b"a,1\n" * 99)[:-9], "ended before"),
+        ("rows.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 99)[:-9], "ended before"),
+        ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream"),
         ("rows.jsonl", '{"text": "a"}\n{"text":\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n{"text": "b"} x\n', "line 2"),
         ("rows.jsonl", '{"text": "a"}\n[1]\n', r"example 2 is \[1\]"),
-        ("rows.json", "3", "neither examples nor columns"),
-        ("rows.json", "", "it is empty"),
+        ("rows.json", "3", "example 1 is 3, which is no object"),
+        ("rows.json", '{\n"text": ["a", "b"]\n}', "line 1: .*JSON lines or a list of objects"),
         ("rows.json", '{"text": ', "Expecting value"),
+        ("rows.json", "", "it has no examples"),
+        ("rows.json", "[]", "it has no examples"),
         ("rows.parquet", "", "as parquet"),
         ("rows.parquet", "no parquet", "as parquet"),
-        ("rows.json", "[]", "it has no examples"),
-        ("rows.csv", "text,label\na, b,\nc,1\n", "line 3 has 2 values, and lines above have 3"),
-        ("rows.csv", "text,label\nc,1\na, b,\n", "line 3 has 3 values, and lines above have 2"),
-        (
-            "rows.csv",
-            'label|text\n1|"a\n0|b"\n',
-            "value in quotes .* in example 1 holds several lines, most",
-        ),
-        (
-            "rows.tsv",
-            'label\ttext\r1\t"a\r0\tb"\r',
-            "value in quotes .* in example 1 holds several lines, most",
-        ),
-        (
-            "rows.csv",
-            'label,text\n1,"a\n0,b\n1,c"\n0,d\n',
-            "value in quotes .* in example 1 holds several lines, most",
-        ),
-        (
-            "rows.csv",
-            'text;label\n"a;1\n\nb;0\nc";1\nd;0\n',
-            "value in quotes .* in example 1 holds several lines, most",
-        ),
-        (
-            "rows.csv",
-            'text,pair,label\n"a,,1\nb,,0\nc",,7\nd,,9\n',
-            "value in quotes .* in example 1 holds several lines, most",
-        ),
-        ("rows.csv", "text,label\na,1\ntext, label\nb,0\n", "line 3 repeats the names of the col"),
-        ("rows.csv", "text,label\na,1\n\ufefftext,label\nb,0\n", "line 3 repeats the names"),
-        ("rows.csv", "text,label\na,1\n".encode("utf-16-le"), "null character.* not in UTF-8"),
-        ("rows.csv", gzip.compress(b"text,label\na,1\n", mtime=0), "let its name end in .gz"),
-        ("rows.jsonl.gz", gzip.compress(b"", mtime=0), "it is empty"),
-        (
-            "rows.jsonl",
-            '{"text": "a"}\n{"label": 9007199254740993.0}',
-            "example 2: `label` .* digits",
-        ),
-        (
-            "rows.jsonl",
-            '{"label": 1}\n{"label": 1.00000000000000000001}',
-            "example 2: `label` .* digits",
-        ),
-        (
-            "rows.json",
-            '{"0": {"text": "a", "label": 0}}',
-            'one object without .* `orient="records"`',
-        ),
-        ("rows.json", '{"data": [{"text": "a"}]}', "one object without"),
-        (
-            "rows.json",
-            '{\n"columns": ["text"], "index": [0],\n"data": [["a"]]}',
-            "one object without",
-        ),
-        ("rows.json", '{"text": ["a", "b"], "label": [0]}', "different lengths, .1, 2."),
-        ("rows.csv.xz", lzma.compress(b"text,label\n" + b"a,1\n" * 99)[:-9], "cut or damaged"),
-        ("rows.jsonl.bz2", bz2.compress(b'{"text": "a"}\n' * 99)[:-9], "cut or damaged"),
-        (
-            "rows.json",
-            '{"text": {"0": "a", "1": "b", "1": "c"}, "label": {"0": 1, "1": 0}}',
-            "a column has two values of one key",
-        ),
-        ("rows.json", '{"text": {"0": "a"}, "label": [1]}', "columns are lists, and others obj"),
-        ("rows.csv.bz2", "text,label\na,1\n", "Invalid data stream.*cut or damaged"),
-        ("rows.jsonl", '{"text": "a", "label": 0, "label": 1}', "two values of 'label'"),
-        ("rows.json", '[{"text": "a", "text": "b"}]', "two values of 'text'"),
-        (
-            "rows.jsonl",
-            '{"text": "a\\ud83d"}\n{"text": 1}',
-            "example 1: `text` .* half a character",
-        ),
-        pytest.param(
-            "rows.jsonl",
-            '{"text": "a"}\n{"text": ' + "1" * 5000 + "}",
-            "line 2: ",
-            id="long number",
-        ),
         pytest.param(
             "rows.jsonl",
             '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}",
             "recursion",
             id="many brackets",
-        ),
-        (
-            "rows.json",
-            '{"text": {"0": "a"},\n"label": {"1": 0}}',
-            "its columns have different keys",
         ),
     ],
 )
@@ -477,47 +291,10 @@ def test_a_missing_file_is_named(tmp_path, suffix):
         read(tmp_path / f"rows{suffix}")
 
 
-@pytest.mark.parametrize(
-    "unused",
-    [
-        {"version": 1},
-        {"meta": {"n": 1}},
-        {"classes": ["n", "p", "q"]},
-        {"note": None, "text": ["a", "b"]},
-    ],
-)
-@pytest.mark.parametrize("by_key", [False, True])
-def test_unused_keys_of_a_table_by_column_do_not_matter(tmp_path, unused, by_key):
-    table = {"text": ["a", "b"], "label": [0, 1]}
-    if by_key:
-        table = {name: dict(enumerate(column)) for name, column in table.items()}
-    (tmp_path / "rows.json").write_text(json.dumps({**unused, **table}))
-    expected = [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
-    assert read(tmp_path / "rows.json").to_list() == expected
-    assert "text" in read(tmp_path / "rows.json", ()).column_names
-
-
 @pytest.mark.parametrize("label", [[1], [], {"a": 1}, {}])
 def test_one_json_row_with_a_nested_value_is_a_row(tmp_path, label):
     row = {"text": "a", "label": label}
     assert read(write_lines(tmp_path / "rows.jsonl", [row])).to_list() == [row]
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-def test_a_name_that_means_a_file_within_another_is_refused(tmp_path, suffix):
-    path = tmp_path / f"x::y{suffix}"
-    write_lines(path, [{"text": "a"}])
-    with pytest.raises(ValueError, match="'::' stands for a file within another; rename the file"):
-        read(path)
-
-
-@pytest.mark.parametrize("name", ["rows", "rows.csv", "rows.jsonl", "rows.parquet"])
-def test_a_folder_is_no_file(tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(
-        ValueError, match=rf"^`train_file` is '.*{name}', which is a folder; give a file.$"
-    ):
-        read(tmp_path / name)
 
 
 def test_damaged_parquet_is_named(tmp_path):
@@ -528,27 +305,3 @@ def test_damaged_parquet_is_named(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"`train_file` is .*rows.parquet', which cannot be read"):
         read(path)
-
-
-def test_parquet_without_rows_is_named(tmp_path):
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.table({"text": [], "label": []}), path)
-    with pytest.raises(ValueError, match="it has no examples"):
-        read(path)
-
-
-def test_parquet_columns_of_one_name_matter_only_where_they_are_used(tmp_path):
-    path = tmp_path / "rows.parquet"
-    arrays = [pyarrow.array(values) for values in (["a"], [0], [1], [2])]
-    table = pyarrow.Table.from_arrays(arrays, names=["text", "label", "x", "x"])
-    parquet.write_table(table, path)
-    assert read(path).to_list() == [{"text": "a", "label": 0}]
-    with pytest.raises(ValueError, match="two of its columns have the name 'x'"):
-        read(path, ("text", "x"))
-
-
-def test_a_column_of_pairs_of_keys_and_values_is_no_label(tmp_path):
-    labels = pyarrow.array([[("x", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
-    parquet.write_table(pyarrow.table({"text": ["a"], "label": labels}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"has the type map<.*; give one text, number or b"):
-        read(tmp_path / "rows.parquet")

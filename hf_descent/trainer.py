@@ -138,7 +138,6 @@ class DescentMixin:
             before_training=self._inspect_finished,
             after_step=self._after_optimizer_step,
             after_epoch=self._after_epoch,
-            certificate=self._last_certificate,
             others=self.callback_handler.callbacks,
         )
         add_callbacks(self, callback)
@@ -489,9 +488,6 @@ class DescentMixin:
     def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
         """The earlier losses of the last layer on an evaluation set in this process, by the time of measuring."""
         return self._run.references.of_process(rows, self.args.process_index, self.args.world_size)
-
-    def _last_certificate(self):
-        return self._run.certificate
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         kind = self._kind

@@ -17,7 +17,6 @@ from .lens import Lens
 with extra_needed("A figure"):
     import matplotlib
     from matplotlib.axes import Axes
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -121,31 +120,6 @@ def _level_of_training(run: Run) -> float:
     return 0.0 if run.gamma_train is None else run.gamma_train
 
 
-def plot_evaluation(
-    losses: Sequence[float],
-    certificate: Certificate | None = None,
-    gamma_train: float = 0.0,
-    constrained: bool = True,
-) -> Figure:
-    """The loss of every layer `[L]` in one evaluation without noise. With a certificate it has 95 % intervals and, in
-    a `constrained` training, what each row asked."""
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    error = 0.0 if certificate is None else certificate.loss_radii
-    _line(axes, np.arange(1, len(losses) + 1), [losses], error, 0)
-    if certificate is not None and constrained:
-        draw_asked(axes, [certificate])
-        axes.legend(frameon=False)
-
-    title = _title(0.0, {gamma_train})
-    if gamma_train:
-        title += f"; training level {gamma_train:g}"
-
-    axes.set(xlabel="layer", ylabel="loss on held-out data", title=title)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure
-
-
 def plot_lens(lens: Lens) -> Figure:
     """Loss, metric, entropy and norm of every layer, a panel each, with 95 % intervals."""
     figure = Figure(figsize=(8, 6), layout="constrained")
@@ -166,22 +140,13 @@ def plot_lens(lens: Lens) -> Figure:
     return figure
 
 
-def draw_asked(
-    axes: Axes, certificates: Sequence[Certificate], color: str = "black", label: str = "asked"
-):
+def draw_asked(axes: Axes, certificates: Sequence[Certificate], color: str, label: str) -> None:
     """A short line for each row at the loss that it asks for: the mean over certificates of the same rows."""
     rows = certificates[0].rows
     layers = [int(name.split("_")[-1]) for name in rows]
     alike = [certificate for certificate in certificates if certificate.rows == rows]
     asked = np.mean([certificate.asked for certificate in alike], axis=0)
     axes.plot(layers, asked, color=color, linestyle="none", marker="_", markersize=14, label=label)
-
-
-def pixels(figure: Figure) -> np.ndarray:
-    """A figure as an image, uint8 `[height, width, 3]`."""
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.array(canvas.buffer_rgba())[..., :3]
 
 
 def _title(gamma: float, trained: Collection[float]) -> str:

@@ -1,4 +1,4 @@
-"""What the trainer adds to Trainer's callbacks: the dual step, a figure, readable console lines. And its messages."""
+"""What the trainer adds to Trainer's callbacks: the dual step and readable console lines. And its messages."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -6,17 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.integrations.integration_utils import (
-    TensorBoardCallback,
-    TrackioCallback,
-    rewrite_logs,
-)
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
-from ..configs import LAYER_LOSS, PER_LAYER
-from ..evaluation import Certificate
-from ..extras import is_installed
+from ..configs import PER_LAYER
 from .checkpoints import READABLE_STATE
 
 
@@ -58,8 +51,7 @@ def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
 
 @dataclass(eq=False, repr=False)
 class DescentCallback(TrainerCallback):
-    """Calls back before training, after the optimizer's step and after every epoch. With every evaluation it gives
-    TensorBoard and Trackio a figure of the layer losses, beside the scalars.
+    """Calls back before training, after the optimizer's step and after every epoch.
 
     Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
     still may meet them, at first at the price of the score.
@@ -68,7 +60,6 @@ class DescentCallback(TrainerCallback):
     before_training: Callable[[], None]
     after_step: Callable[[bool], None]  # of whether the gradient scaler of float16 skipped the step
     after_epoch: Callable[[], None]
-    certificate: Callable[[], Certificate | None]  # that of the last evaluation
     others: list[TrainerCallback]  # the trainer's
     scale: float | None = None  # of the gradients, before the optimizer's step
 
@@ -104,46 +95,11 @@ class DescentCallback(TrainerCallback):
             if metrics.get(f"eval_{metric}", 0.0) < 0:
                 self._put_off_stopping()
 
-        names = [name for name in metrics if LAYER_LOSS.search(name)]
-        if names and state.is_world_process_zero and is_installed("matplotlib"):
-            self._draw(names, metrics, args, state.global_step)
-
     def _put_off_stopping(self) -> None:
         for callback in self.others:
             if isinstance(callback, EarlyStoppingCallback):
                 # It is about to count this evaluation.
                 callback.early_stopping_patience_counter = -1
-
-    def _draw(
-        self, names: list[str], metrics: Mapping[str, float], args: TrainingArguments, step: int
-    ) -> None:
-        """Give trackers a figure of the metrics `names`, which each logged before, so that its run is open."""
-        kinds = TensorBoardCallback | TrackioCallback
-        trackers = [callback for callback in self.others if isinstance(callback, kinds)]
-        if not trackers:
-            return
-
-        from ..evaluation.plots import pixels, plot_evaluation
-
-        losses = [metrics[name] for name in names]
-        is_constrained = args.objective_class.is_constrained
-        figure = plot_evaluation(losses, self.certificate(), args.gamma_train, is_constrained)
-        image = pixels(figure)
-        (title,) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): None})
-        for tracker in trackers:
-            _log_image(tracker, title, image, step)
-
-
-def _log_image(
-    tracker: TensorBoardCallback | TrackioCallback, title: str, image, step: int
-) -> None:
-    if isinstance(tracker, TrackioCallback):
-        import trackio
-
-        trackio.log({title: trackio.Image(image), "train/global_step": step})
-    elif tracker.tb_writer is not None:
-        tracker.tb_writer.add_image(title, image, step, dataformats="HWC")
-        tracker.tb_writer.flush()
 
 
 def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:

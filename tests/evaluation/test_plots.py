@@ -85,26 +85,3 @@ def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
         for run in runs:
             run.profiles = {gamma: run.profiles[gamma]}
     assert written() == texts | {"metric_against_noise.png", "metric_against_noise.svg"}
-
-
-def test_one_evaluation_shows_its_losses_their_intervals_and_what_was_asked():
-    profile = make_run([0.5, 0.6], objective="descent", feasible=True).profiles[0.0]
-    profile.row_sums[:, :-1] += np.linspace(-0.1, 0.1, 40)[:, None]
-    axes = plots.plot_evaluation(profile.losses, profile.certificate(), gamma_train=0.5).axes[0]
-    mean, ends = bars(axes, 0)
-    np.testing.assert_array_equal(mean, profile.losses)
-    np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.loss_radii)
-    (asked,) = [line for line in axes.lines if line.get_label() == "asked"]
-    np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
-    np.testing.assert_array_equal(asked.get_ydata(), profile.certificate().asked)
-    assert axes.get_title() == "without noise; training level 0.5"
-    figure = plots.plot_evaluation([0.5, 0.4])
-    assert "asked" not in [line.get_label() for line in figure.axes[0].lines]
-    assert figure.axes[0].get_title() == "without noise (training level)"
-    image = plots.pixels(figure)
-    assert (
-        image.dtype == np.uint8
-        and image.ndim == 3
-        and image.shape[2] == 3
-        and image.min() < 50 < image.max()
-    )

@@ -1,22 +1,14 @@
-import io
-import json
 import logging
-import os
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from programs import ROOT, python
 from tiny.data import Stream, classification_data
 from tiny.models import bert
 from tiny.training import config, dual_step, trained, watch
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DualState
-from hf_descent.evaluation import Certificate
-from hf_descent.evaluation.plots import pixels, plot_evaluation
 from hf_descent.training.callbacks import show_messages, training_line
 from hf_descent.training.checks import report_layers_at_chance
 
@@ -45,98 +37,6 @@ def test_messages_are_shown_from_the_level_that_was_chosen_on(tmp_path, monkeypa
     for level, shown in (("passive", logging.INFO), ("error", logging.ERROR)):
         show_messages(config(tmp_path, log_level=level))
         assert logger.level == shown and len(logger.handlers) == 1
-
-
-def test_tensorboard_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path):
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    steps = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "report_to": "tensorboard"}
-    sets = {"a": classification_data(16), "b": classification_data(16, seed=1)}
-    trainer = trained(bert(), config(tmp_path, **steps), train_dataset=DATA, eval_dataset=sets)
-    metrics = trainer.evaluate(sets["b"])  # the writer of the training is closed
-    trainer.create_model_card()
-    certificate = Certificate.from_json(tmp_path / "verdict.json")
-    expected = pixels(
-        plot_evaluation([metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)], certificate)
-    )
-    folder = str(tmp_path / "runs")
-    steps = {}
-    shown = []
-
-    for path, _, files in os.walk(folder):
-        for file in files:
-            events = event_accumulator.EventAccumulator(
-                os.path.join(path, file), {"images": 0}
-            ).Reload()
-            for name in events.Tags()["images"]:
-                images = events.Images(name)
-                assert f"{name.removesuffix('losses')}loss_3" in events.Tags()["scalars"]
-                steps.setdefault(name, []).extend(image.step for image in images)
-                shown = [image for image in images if name == "eval/layer_losses"] or shown
-
-    assert steps == {
-        "eval/a_layer_losses": [2, 4],
-        "eval/b_layer_losses": [2, 4],
-        "eval/layer_losses": [4],
-    }
-
-    found = np.asarray(Image.open(io.BytesIO(shown[-1].encoded_image_string)))
-    np.testing.assert_array_equal(found, expected)
-
-
-TRACKED = """
-import sys
-from tiny.data import classification_data
-from tiny.models import bert
-from tiny.training import config
-from hf_descent import DescentTrainer
-
-rows = classification_data(16)
-names = {"report_to": "trackio", "project": "layers", "run_name": "one"}
-settings = config(sys.argv[1], max_steps=2, eval_strategy="steps", eval_steps=1, **names)
-trainer = DescentTrainer(bert(), settings, train_dataset=rows, eval_dataset=rows)
-trainer.train()
-trainer.evaluate()  # the run of the training is closed
-trainer.create_model_card()
-"""
-
-LOGGED = """
-import json
-from trackio.sqlite_storage import SQLiteStorage
-print(json.dumps(SQLiteStorage.get_logs("layers", "one"), default=str))
-"""
-
-
-@pytest.mark.slow
-def test_trackio_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path):
-    pytest.importorskip("trackio")
-    given = dict(
-        os.environ, TRACKIO_DIR=str(tmp_path), PYTHONPATH=f"{ROOT / 'tests'}{os.pathsep}{ROOT}"
-    )
-
-    def run(code, *words):
-        return python("-c", code, *words, env=given).splitlines()[-1]
-
-    run(TRACKED, str(tmp_path / "run"))
-    logs = json.loads(run(LOGGED))
-    scalars = [log for log in logs if "eval/layer_loss_3" in log]
-    figures = [log for log in logs if "eval/layer_losses" in log]
-
-    assert (
-        [log["train/global_step"] for log in figures]
-        == [log["train/global_step"] for log in scalars]
-        == [1, 2, 2]
-    )
-
-    losses = [scalars[-1][f"eval/layer_loss_{layer}"] for layer in (1, 2, 3)]
-    expected = pixels(
-        plot_evaluation(losses, Certificate.from_json(tmp_path / "run" / "verdict.json"))
-    )
-    found = Image.open(tmp_path / "media" / figures[-1]["eval/layer_losses"]["file_path"]).convert(
-        "RGB"
-    )
-    np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):

@@ -727,20 +727,6 @@ def smollm2_drafts() -> str:
     return table_of("SmolLM2, drafts for 64 instructions", columns)
 
 
-def plan(name: str) -> str:
-    return table_of(
-        name,
-        {
-            "setting": "setting",
-            "peak, GiB": "peak, GiB",
-            "weights, GiB": "weights, GiB",
-            "optimizer, GiB": "optimizer, GiB",
-            "hidden states, GiB": "hidden states, GiB",
-            "readout, GiB": "readout, GiB",
-        },
-    )
-
-
 MODELS = {"denoiser": "denoiser", "minilm": "MiniLM", "imdb": "MiniLM, IMDb", "lm": "tiny Llama"}
 METRICS = {"denoiser": "rmse", "minilm": "accuracy", "imdb": "accuracy", "lm": "token accuracy"}
 ARMS = {
@@ -1032,7 +1018,6 @@ TABLES = {
     "imdb-minilm": partial(all_of, "imdb-minilm", 3),
     "alpaca-stories260k": partial(all_of, "alpaca-stories260k", 3),
     "video-ut": partial(all_of, "video-ut", 2),
-    "operations of the recipes": partial(all_of, "operations of the recipes"),
     "smollm2 GPU": smollm2_gpu,
     "smollm2 drafts": smollm2_drafts,
     "step machines": step_machines,
@@ -1052,8 +1037,6 @@ TABLES = {
     "smollm2 exits": partial(smollm2_exits, "all"),
     "smollm2 adapters": partial(smollm2_exits, "adapters"),
     "smollm2 noise": smollm2_noise,
-    "plan of Llama 3.1 8B, LoRA": partial(plan, "plan of Llama 3.1 8B, LoRA"),
-    "plan of Llama 3.1 8B, all weights": partial(plan, "plan of Llama 3.1 8B, all weights"),
 }
 
 

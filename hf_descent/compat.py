@@ -86,19 +86,8 @@ PRIVATE_NAMES = {
     "torch._dynamo.eval_frame": {"_orig_mod": "the module inside a compiled one"},
     "torch._ops": {"_overloadpacket": "an operation of any types"},
     "torch._tensor": {"_version": "whether a replay has written into a recorded tensor"},
-    "torch._subclasses.fake_tensor": {"_subclasses": "tensors without values, to plan a step"},
     "torch.distributed.tensor._api": {"_local_tensor": "the part of a sharded tensor that is here"},
-    "torch.testing._internal.distributed.fake_pg": {
-        "_internal": "a process group that talks to nobody, to plan a step",
-    },
     "torch.utils._pytree": {"_pytree": "tensors within any outputs"},
-    "torch.utils._python_dispatch": {"_python_dispatch": "counts operations, to plan a step"},
-    "torch.ops.aten": {
-        "_grouped_mm": "its operations are counted, to plan a step",
-        "_scaled_dot_product_flash_attention_for_cpu": "as `_grouped_mm`",
-        "_scaled_dot_product_flash_attention_for_cpu_backward": "as `_grouped_mm`",
-        "_to_copy": "as `_grouped_mm`",
-    },
 }
 
 

@@ -18,7 +18,7 @@ from transformers.integrations import SwanLabCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_descent import cli
-from hf_descent.commands import plan, tune
+from hf_descent.commands import tune
 from hf_descent.commands.arguments import SHORT_HELP, TRAINING, parse_recipe
 from hf_descent.commands.closing import next_step
 from hf_descent.extras import EXTRAS
@@ -183,7 +183,7 @@ def test_the_help_of_a_command_fits_two_screens(name, capsys, monkeypatch):
 def test_short_help_is_about_arguments_that_exist():
     modules = [importlib.import_module(f"hf_descent.commands.{name}") for name in TRAINING]
     types = [kind for module in modules for kind in module.argument_types]
-    types += [plan.PlanArguments, tune.TuneArguments]
+    types += [tune.TuneArguments]
     names = {field.name for kind in types for field in dataclasses.fields(kind)}
     assert {*SHORT_HELP} <= names
 

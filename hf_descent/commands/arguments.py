@@ -62,8 +62,6 @@ SHORT_HELP = {
     "push_to_hub": "upload the model",
     "n_trials": "number of runs",
     "search_space": "ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'",
-    "processes": "number of GPUs",
-    "gpu_memory": "memory of each GPU",
 }
 # Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (

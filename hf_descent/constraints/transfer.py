@@ -35,6 +35,5 @@ class HostCopy:
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """The numbers in float32 on a device; does not wait for it."""
     tensor = torch.empty(values.shape, pin_memory=device.type == "cuda")
-    if type(tensor) is torch.Tensor:  # those of a planned step have no values
-        tensor.numpy()[...] = values
+    tensor.numpy()[...] = values
     return tensor.to(device, non_blocking=True)

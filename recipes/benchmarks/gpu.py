@@ -20,7 +20,6 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,8 +34,6 @@ import launches
 import lm_step
 from harness import commit, ratios, report, take_turns, write
 from lm_step import ARMS
-
-from hf_descent.planning import PlannedModel
 
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +110,7 @@ BASE = launches.Size(
 )
 AT_REAL_WIDTH = ("distilbert", "roberta", "vit", "t5")  # the others have cases of their own
 TIMES = {"subsampled": 1.1, "exact": 3.2}  # a step of ERM
-MEMORY, START, PLAN = 1.02, 3.0, 0.1  # times the peak of ERM; steps; part of the measured peak
+MEMORY, START = 1.02, 3.0  # times the peak of ERM; steps
 SHARE = 0.7  # of the measured rate of matrix products, in the exact step
 
 
@@ -184,20 +181,8 @@ def attempt(name, options):
         return repr(error)[:200]
 
 
-def planned_peaks(options):
-    """Bytes of each arm by `hf-descent plan`."""
-    ids = torch.arange(options.batch * options.length).view(options.batch, -1) % 7
-    batch = {"input_ids": ids, "labels": ids}
-    args = {name: lm_step.arguments(name, options) for name in TIMES}
-    args["erm"] = replace(args["exact"], objective="erm")
-    build = partial(lm_step.build_model, options, torch.get_default_device())
-    model = PlannedModel(lambda shape: build(shape=shape), batch)
-    return {name: model.step(batch, each).memory.total() for name, each in args.items()}
-
-
 def language_steps(options, arms):
-    """Steps of a language model: time, memory as measured and as planned, share of the rate of products, and start."""
-    planned = planned_peaks(options)
+    """Steps of a language model: time, memory, share of the rate of products, and start."""
     turns = take_turns(
         {name: partial(attempt, name, options) for name in ("floor", *arms)}, options.rounds
     )
@@ -211,7 +196,7 @@ def language_steps(options, arms):
     lm_step.report(options, runs)
 
     seconds, starts = lm_step.rounds_of(runs)
-    asked = memory_targets(planned, runs)
+    asked = memory_targets(runs)
     for name in TIMES:
         if name in runs:
             step = ratios(seconds, "erm")[name][1]
@@ -229,25 +214,21 @@ def language_steps(options, arms):
     return asked, {"runs": runs}
 
 
-def memory_targets(planned, runs):
-    """Peaks of memory against the plan's and against plain training's; on a CPU they are not measured."""
+def memory_targets(runs):
+    """Peaks of memory against plain training's; on a CPU they are not measured."""
     peaks = {}
-    for name in planned:
+    for name in ("erm", *TIMES):
         if name in runs and torch.cuda.is_available():
             peaks[name] = statistics.median(run["peak"] for run in runs[name])
 
     asked = []
-    for name, plan in planned.items():
+    for name in TIMES:
         if name not in runs:
             continue
-        off = None
         growth = None
         if name in peaks:
-            off = abs(plan / peaks[name] - 1)
             growth = peaks[name] / peaks["erm"]
-        asked.append(target(f"{ARMS[name]}: plan of {plan / 2**30:.1f} GiB off by", off, PLAN))
-        if name in TIMES:
-            asked.append(target(f"{ARMS[name]}: memory / ERM", growth, MEMORY))
+        asked.append(target(f"{ARMS[name]}: memory / ERM", growth, MEMORY))
 
     return asked
 

@@ -148,8 +148,8 @@ class StatisticsTrainer(DescentTrainer):
 # ---- models, arguments, data ----
 
 
-def build_model(options, device=None, shape=lambda config: config):
-    """The model, by default on a GPU where there is one; `shape` may change the config of a random one."""
+def build_model(options, device=None):
+    """The model, by default on a GPU where there is one."""
     torch.manual_seed(0)
     device = device_of(device)
     dtype = torch.float32
@@ -161,11 +161,11 @@ def build_model(options, device=None, shape=lambda config: config):
         model = model.to(device)
     elif options.classes:
         config = transformers.BertConfig(**sizes_of(options), num_labels=options.classes)
-        model = transformers.BertForSequenceClassification(shape(config)).to(device, dtype)
+        model = transformers.BertForSequenceClassification(config).to(device, dtype)
     else:
         config = transformers.LlamaConfig(**sizes_of(options), num_key_value_heads=options.kv_heads)
         with device:
-            model = transformers.LlamaForCausalLM(shape(config)).to(dtype)
+            model = transformers.LlamaForCausalLM(config).to(dtype)
 
     if options.lora:
         model = with_adapters(model)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import output_capturing
 
@@ -39,10 +39,8 @@ PRIVATE_NAMES = {
     },
     "transformers.training_args": {"_n_gpu": "set by hand where `nn.DataParallel` is to be off"},
     "transformers.modeling_utils": {
-        "_from_config": "builds a model of a class without weights",
         "_hf_hook": "what accelerate has put around a model",
         "_hf_peft_config_loaded": "whether a model without a wrapper of PEFT has adapters",
-        "_is_stateful": "whether a model keeps a state in place of a cache",
         "_loss_function": "the loss that a user has set",
     },
     "transformers.core_model_loading": {
@@ -84,9 +82,7 @@ PRIVATE_NAMES = {
     },
     "torch.nn.modules.batchnorm": {"_NormBase": "all norms with running statistics"},
     "torch._dynamo.eval_frame": {"_orig_mod": "the module inside a compiled one"},
-    "torch._ops": {"_overloadpacket": "an operation of any types"},
     "torch._tensor": {"_version": "whether a replay has written into a recorded tensor"},
-    "torch.distributed.tensor._api": {"_local_tensor": "the part of a sharded tensor that is here"},
     "torch.utils._pytree": {"_pytree": "tensors within any outputs"},
 }
 
@@ -159,27 +155,6 @@ else:
             super().__post_init__()
             for name in names:
                 setattr(self, name, getattr(self, name.replace("activation", "gradient")))
-
-
-def enable_checkpointing(model: PreTrainedModel, options: Mapping[str, Any] | None) -> None:
-    """Checkpoint the activations of a model as Trainer does with these `activation_checkpointing_kwargs`."""
-    options = {} if options is None else dict(options)
-    others = {}
-    if "every_n_layers" in options:
-        others["every_n_layers"] = options.pop("every_n_layers")
-
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is None:
-        enable = model.gradient_checkpointing_enable
-    enable(options or None, **others)
-
-
-def disable_checkpointing(model: PreTrainedModel) -> None:
-    """Keep all activations of a model."""
-    if hasattr(model, "activation_checkpointing_disable"):
-        model.activation_checkpointing_disable()
-    else:
-        model.gradient_checkpointing_disable()
 
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"

@@ -96,6 +96,14 @@ def test_kept_states_are_those_of_the_model_itself(words, monkeypatch):
     assert len(found) == 2
 
 
+def test_without_steps_nothing_is_trained(words, tmp_path):
+    layer_sets.main([*words, "--steps", "0"])
+    (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert "after" not in run
+    assert run["before"]["loss"] != run["whole"]["loss"]
+    assert not (tmp_path / "states.pt").exists()
+
+
 def test_every_token_of_other_texts_counts_for_the_perplexity(words, tmp_path):
     texts = ["yes no yes", "no"]
     (tmp_path / "other").mkdir()

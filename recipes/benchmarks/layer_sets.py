@@ -23,13 +23,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
+    PreTrainedModel,
     TrainingArguments,
     set_seed,
 )
 
 from hf_descent.data.alpaca import completion_labels, read_instructions
 from hf_descent.early_exit import HealingTrainer, keep_layers
-from hf_descent.early_exit.heads import EXIT_HEADS
+from hf_descent.early_exit.heads import EXIT_HEADS, layers_of_exit
 from hf_descent.early_exit.healing import WholeReading
 from hf_descent.early_exit.layer_sets import layers_in, spans
 
@@ -134,7 +135,8 @@ def measured(models: dict, batches: list[dict]) -> dict[str, dict]:
         tokens += int(kept.sum())
 
         for name, model in models.items():
-            logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1][kept]
+            hidden = model.model(batch["input_ids"], batch["attention_mask"], use_cache=False)[0]
+            logits = model.lm_head(hidden[:, :-1][kept])
             chosen = logits.argmax(-1)
             if name == first:
                 usual = chosen
@@ -152,7 +154,7 @@ def measured(models: dict, batches: list[dict]) -> dict[str, dict]:
 
 
 def run(options: argparse.Namespace, layers: list[int]) -> dict:
-    """Heals one set of layers; the figures of the whole model, of the set before, and after."""
+    """The figures of the whole model, of a set of its layers, and of that set after healing, where there are steps."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokenizer.padding_side = "right"
@@ -160,10 +162,28 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
         tokenizer.pad_token = tokenizer.eos_token
 
     collator = DataCollatorForSeq2Seq(tokenizer)
-    folder = Path(options.alpaca)
-    train = rows_of(folder / "train.parquet", tokenizer, options.rows, options.length)
-    test = rows_of(folder / "test.parquet", tokenizer, options.test_rows, options.length)
-    batches = batches_of(train, collator)
+    kept = layers_of_exit(layers, model.config.num_hidden_layers, options.exit_head)
+    models = {"whole": model, "before": keep_layers(model, kept)}
+    seconds = 0.0
+    if options.steps:
+        file = Path(options.alpaca) / "train.parquet"
+        rows = rows_of(file, tokenizer, options.rows, options.length)
+        models["after"], seconds = healed(options, model, layers, batches_of(rows, collator))
+
+    file = Path(options.alpaca) / "test.parquet"
+    tests = batches_of(rows_of(file, tokenizer, options.test_rows, options.length), collator)
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in tests)
+    result = {**measured(models, tests), "tokens": tokens, "seconds": seconds}
+    if options.text:
+        rows = text_rows(Path(options.text), tokenizer, options.test_rows, options.length)
+        result["text"] = with_perplexity(measured(models, batches_of(rows, collator)))
+    return result
+
+
+def healed(
+    options: argparse.Namespace, model, layers: list[int], batches: list[dict]
+) -> tuple[PreTrainedModel, float]:
+    """The model that was healed on the batches, and the processor seconds of its training."""
     gaps = sorted({gap_of(layers), *options.gaps})
     states = kept_states(model, batches, gaps, Path(options.states), options.bf16)
 
@@ -198,20 +218,8 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
             gap=gap_of(layers),
         )
         trainer.train()
-    seconds = time.process_time() - start
 
-    models = {
-        "whole": model,
-        "before": keep_layers(model, trainer.layers),
-        "after": trainer.model.eval(),
-    }
-    tests = batches_of(test, collator)
-    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in tests)
-    result = {**measured(models, tests), "tokens": tokens, "seconds": seconds}
-    if options.text:
-        rows = text_rows(Path(options.text), tokenizer, options.test_rows, options.length)
-        result["text"] = with_perplexity(measured(models, batches_of(rows, collator)))
-    return result
+    return trainer.model.eval(), time.process_time() - start
 
 
 def with_perplexity(measures: dict[str, dict]) -> dict[str, dict]:
@@ -229,7 +237,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", required=True, help="layers to keep, such as 1-15,30")
     parser.add_argument("--exit_head", choices=EXIT_HEADS, help="train this behind the layers")
     parser.add_argument("--gaps", type=int, nargs="*", default=[], help="further gaps to keep")
-    parser.add_argument("--states", required=True, help="file of what the whole model gave")
+    parser.add_argument("--states", help="file of what the whole model gave, to train from")
     parser.add_argument(
         "--text", help="parquet file of other texts to measure on, in a column `text`"
     )
@@ -237,19 +245,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--test_rows", type=int, default=60)
     parser.add_argument("--length", type=int, default=128, help="most tokens of a row")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=600, help="of healing; 0: measure alone")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--token_fraction", type=float, default=0.25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", default=str(RESULTS), help="finished runs, read and added to")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.steps and options.states is None:
+        parser.error("give `--states`, or `--steps 0`")
+    return options
 
 
 def main(argv: list[str] | None = None) -> None:
     options = parse(argv)
     torch.set_num_threads(1)
     layers = layers_in(options.layers)
-    names = ("rows", "test_rows", "length", "steps", "rate", "token_fraction", "seed")
+    names = ["test_rows", "length", "steps"]
+    if options.steps:
+        names += ["rows", "rate", "token_fraction", "seed"]
     settings = {name: getattr(options, name) for name in names}
     settings["model"] = Path(options.model).name
     settings["layers"] = spans(layers)
@@ -261,7 +274,8 @@ def main(argv: list[str] | None = None) -> None:
         settings["exit_head"] = options.exit_head
     result = Runs(options.output).get(settings, lambda: run(options, layers))
     for name in ("whole", "before", "after"):
-        print(name, result[name], flush=True)
+        if name in result:
+            print(name, result[name], flush=True)
 
 
 if __name__ == "__main__":

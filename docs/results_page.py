@@ -909,19 +909,38 @@ def one_model_each(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
 
 
 def layer_sets() -> str:
-    """SmolLM2 with some of its layers, before and after healing."""
+    """Language models with some of their layers, before and after healing; of other texts the perplexity."""
     rows = []
-    for run in lines_of("layer_sets.jsonl"):
+    for run in sorted(lines_of("layer_sets.jsonl"), key=_order_of_layer_set):
         settings = run["settings"]
         layers = script("layer_sets").layers_in(settings["layers"])
-        cells = [f"{settings['layers']} kept", str(len(layers)), str(settings["steps"])]
-        cells.append(f"{run['seconds'] / 60:.1f}")
-        cells += [f"{run[when]['ratio']:.2f}" for when in ("before", "after")]
-        cells += [f"{run[when]['agreement']:.2f}" for when in ("before", "after")]
+        cells = [HEALED_MODELS[settings["model"]], f"{settings['layers']} kept", str(len(layers))]
+        cells += [str(settings["steps"]), f"{run['seconds'] / 60:.0f}"]
+        for name in ("ratio", "agreement"):
+            cells += [_of_set(run, when, name) for when in ("before", "after")]
+        cells += [_of_set(run.get("text", {}), when, "perplexity") for when in ("whole", "after")]
         rows.append(cells)
-    header = ["layers", "number", "steps of healing", "minutes of one core"]
+    header = ["model", "layers", "number", "steps of healing", "minutes of one core"]
     header += ["loss, whole model = 1, before", "after healing"]
-    return markdown([*header, "same token, before", "same token, after"], rows)
+    header += ["same token, before", "same token, after"]
+    return markdown([*header, "perplexity, whole model", "perplexity, after"], rows)
+
+
+HEALED_MODELS = {"smollm2-135m": "SmolLM2 135M", "gemma-3-270m": "Gemma 3 270M"}
+
+
+def _order_of_layer_set(run: dict) -> tuple:
+    settings = run["settings"]
+    number = len(script("layer_sets").layers_in(settings["layers"]))
+    return list(HEALED_MODELS).index(settings["model"]), number, settings["steps"]
+
+
+def _of_set(measures: dict, when: str, name: str) -> str:
+    """A measure in a cell, which stays empty where there is none."""
+    if when not in measures:
+        return ""
+    digits = 1 if name == "perplexity" else 2
+    return f"{measures[when][name]:.{digits}f}"
 
 
 def exit_heads() -> str:

@@ -721,8 +721,6 @@ class DescentMixin:
         self._run.save(output_dir, self.state.global_step, write=self.args.should_save)
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoints.save_checksums(output_dir, self.state.global_step)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with checkpoints.own_names(self, resume_from_checkpoint):
@@ -730,8 +728,6 @@ class DescentMixin:
 
     def _load_best_model(self):
         best = self.state.best_model_checkpoint
-        check = partial(checkpoints.check_complete, resumes=False)
-        checkpoints.on_first_process(self.args, check, best)
         with checkpoints.own_names(self, best):
             super()._load_best_model()
         self._run.go_back_to(best, self.state.global_step)

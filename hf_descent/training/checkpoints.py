@@ -6,10 +6,8 @@ A process can be killed at any moment of a save; a run resumes from the newest c
 import json
 import math
 import os
-import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from transformers.utils import logging
 
 from ..configs import DescentArguments
 from ..evaluation.scoring import name_of
-from ..files import write_json
 from ..readout.pooling import POOLINGS
 from ..runs import RunFolder, training_arguments
 from .records import reduced
@@ -39,12 +36,8 @@ logger = logging.get_logger(__name__)
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
 # The beginnings of the names of optimizers, the latter with DeepSpeed.
 OPTIMIZERS = ("optimizer", "global_step")
-ONLY_TO_RESUME = ("optimizer", "scheduler", "rng_state", "scaler")  # how the names of files begin
 # The name in trainer_state.json, as of a callback, of a copy of the multipliers for people to read.
 READABLE_STATE = "DescentState"
-CHECKSUMS_NAME = "descent_files.json"  # with the step, sizes and checksums of the other files
-# What resuming reads, beside JSON, which people may edit.
-CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")
 
 
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
@@ -127,17 +120,6 @@ def mark_incomplete(folder: str) -> None:
     Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
-def save_checksums(folder: str, step: int) -> None:
-    """Write down the step, and size and checksum of a checkpoint's files, once all but the trainer state are there."""
-    paths = [
-        path
-        for path in sorted(Path(folder).rglob("*"))
-        if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
-    ]
-    files = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
-    write_json(os.path.join(folder, CHECKSUMS_NAME), {"step": step, "files": files})
-
-
 def check_agreement(accelerator: Accelerator, multipliers: torch.Tensor) -> None:
     """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
 
@@ -207,77 +189,38 @@ def newest_complete_checkpoint(output_dir: str) -> str:
 
     # The newest comes first: older ones, which may be large, need not be read.
     for *_, folder in sorted(checkpoints, reverse=True):
-        fault = next(faults(folder), None)
+        fault = fault_of(folder)
         if fault is None:
             return folder
         logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
     raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
 
 
-def check_complete(checkpoint: str, resumes: bool = True) -> None:
-    """ValueError where a checkpoint folder is incomplete or damaged, for training or for its model alone."""
+def check_complete(checkpoint: str) -> None:
+    """ValueError where a checkpoint folder is incomplete."""
     if not os.path.isdir(checkpoint):
         return
-    fault = next(faults(checkpoint, resumes), None)
+    fault = fault_of(checkpoint)
     if fault is not None:
         raise ValueError(
             f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`."
         )
 
 
-def faults(checkpoint: str, resumes: bool = True) -> Iterator[str]:
-    """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one. What only
-    training reads may be missing unless it `resumes`.
-
-    That has its trainer state, which is written last, weights, and files as their checksums say; plain `Trainer` and
-    older versions wrote down none.
-    """
+def fault_of(checkpoint: str) -> str | None:
+    """What is missing in a checkpoint folder or cannot be read, in a sentence; `None` for a complete one, which has
+    weights and its trainer state, the last file of a save."""
     folder = Path(checkpoint)
-    contents = {}
     for name in sorted({TRAINER_STATE_NAME, *(path.name for path in folder.glob("*.json"))}):
         try:
-            contents[name] = json.loads((folder / name).read_text(encoding="utf-8"))
+            json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            yield f"{folder / name} is missing or damaged ({error})"
-            return
+            return f"{folder / name} is missing or damaged ({error})"
 
     # The weights of FSDP and DeepSpeed lie in folders of their own.
     if not any(path.is_dir() or path.name.startswith(WEIGHTS) for path in folder.iterdir()):
-        yield f"{folder} holds no model weights"
-
-    saved = contents.get(CHECKSUMS_NAME, {"files": {}})
-    step = contents[TRAINER_STATE_NAME].get("global_step")
-    if saved.get("step", step) != step:
-        yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
-
-    may_be_missing = ()
-    if not resumes:
-        may_be_missing = ONLY_TO_RESUME
-    if _is_converted(folder, saved["files"]):
-        may_be_missing += WEIGHTS
-    for name, known in saved["files"].items():
-        path = folder / name
-        if name.startswith(may_be_missing) and not path.exists():
-            continue
-        if not path.is_file() or size_and_checksum(path) != known:
-            yield f"{path} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
-
-
-def _is_converted(folder: Path, saved: Collection[str]) -> bool:
-    """Whether other files of weights lie in `folder` than those `saved`: who converts them, as to other shards, puts
-    new files in the place of the old ones."""
-    tensors = {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
-    return any(name.startswith(WEIGHTS) for name in tensors - set(saved))
-
-
-def size_and_checksum(path: Path) -> list[int]:
-    """Of a file. Shards of FSDP and DeepSpeed, too many for one process to read, are known by their sizes alone."""
-    checksum = 0
-    if path.suffix != ".distcp" and not path.parent.name.startswith("global_step"):
-        with open(path, "rb") as file:
-            for chunk in iter(partial(file.read, 2**20), b""):
-                checksum = zlib.crc32(chunk, checksum)
-    return [path.stat().st_size, checksum]
+        return f"{folder} holds no model weights"
+    return None
 
 
 def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, torch.Tensor]:

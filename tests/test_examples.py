@@ -99,7 +99,7 @@ def num_layers(folder):
 def test_text_classification_prints_a_verdict_and_a_noise_curve(example):
     printed, folder = example("text_classification", "classifier", "texts", "--max_steps", "4")
     assert "verdict" in printed
-    assert "gamma" in printed
+    assert "Area under the curve" in printed
     assert num_layers(folder) == 3
 
 
@@ -271,7 +271,7 @@ def test_the_script_of_the_readme_ends_in_a_folder_that_the_commands_continue(
     for command in commands[:-1]:  # `show` waits for a browser
         cli.main(command)
     assert json.loads((tmp_path / "out/exit_profile.json").read_text())["losses"]
-    assert "What the run promised: VERDICT: NOT " in capsys.readouterr().out
+    assert "\nVERDICT: NOT " in capsys.readouterr().out
     config = json.loads((tmp_path / "out/three-layers/config.json").read_text())
     assert config["model_type"] == "linear_readout"  # of `readout="mean"`
     assert config["encoder_config"]["n_layers"] == 2

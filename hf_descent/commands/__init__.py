@@ -68,7 +68,7 @@ COMMANDS = {
         Command("classify", TRAIN, "fine-tune a text classifier from a recipe"),
         Command("sft", TRAIN, "fine-tune a language model on instructions from a recipe"),
         Command("denoise", TRAIN, "train a video denoiser from a recipe"),
-        Command("tune", TRAIN, "search the settings of a recipe on validation examples"),
+        Command("tune", TRAIN, "search a recipe's learning rate, dual rate and strength by validation data"),
         Command("evaluate", MEASURE, "measure every layer, with noise and without, and judge the constraints"),
         Command("compare", MEASURE, "compare evaluated runs: a table, paired tests and figures", flags.compare),
         Command("exit", MEASURE, "measure what a model is worth, and costs, with fewer layers"),

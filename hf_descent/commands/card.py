@@ -7,7 +7,7 @@ from huggingface_hub import HfApi
 
 from ..hub.facts import OLD_FILES, collect, write_card
 from ..runs import RunFolder
-from .closing import next_step
+from .closing import next_step, verdict_of
 
 
 def run(args: argparse.Namespace) -> None:
@@ -28,6 +28,11 @@ def run(args: argparse.Namespace) -> None:
 
     card = write_card(args.run, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
+    verdict = verdict_of(args.run)
+    if verdict is not None:
+        print(
+            f"The card begins with the verdict on the constraints of the run:\n{verdict.headline}"
+        )
     if args.push_to_hub:
         ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]
         ignored += ["optimizer*", "scheduler*", "scaler.pt", "rng_state*"]

@@ -1,6 +1,7 @@
 """The last lines of a command: what was found, in one line, and which command comes next."""
 
-from ..evaluation import LayerProfile
+from ..evaluation import Certificate, LayerProfile
+from ..runs import RunFolder
 
 
 def closing_lines(folder: str, profile: LayerProfile, next_steps: str) -> str:
@@ -10,6 +11,15 @@ def closing_lines(folder: str, profile: LayerProfile, next_steps: str) -> str:
         lines.append(profile.certificate().headline)
     lines.append(next_steps)
     return "\n".join(lines)
+
+
+def verdict_of(folder: str) -> Certificate | None:
+    """The verdict on a run, from its folder; `None` where there is none."""
+    run = RunFolder(folder)
+    for profile in run.results(LayerProfile, "layer_profile"):
+        if profile.problem is not None:
+            return profile.certificate()
+    return next(iter(run.results(Certificate, "verdict")), None)
 
 
 def next_step(command: str, purpose: str) -> str:

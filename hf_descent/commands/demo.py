@@ -15,8 +15,10 @@ from transformers import PrinterCallback
 from ..configs import DescentConfig
 from ..constraints.problem import DescentProblem
 from ..data.pans import photo_pans
+from ..evaluation.certificates import MET, NOT_MET, NOT_SHOWN
 from ..evaluation.comparison import Comparison, compare
 from ..evaluation.plots import save_comparison
+from ..evaluation.price import percent
 from ..evaluation.scoring import format_table
 from ..models import UTConfig, UTForVideoDenoising
 from ..runs import RunFolder
@@ -67,9 +69,27 @@ def demo(
         f"\nHeld-out {comparison}\nAll arms have one learning rate; `docs/results.md` has each at its own best."
     )
     print(f"\nWritten to {output_dir}: {', '.join(files)}")
+    print(closing(comparison))
     recipe = "classify --config recipes/imdb-minilm/descent.yaml"
     print(next_step(recipe, "trains a text classifier that may stop early"))
     return comparison
+
+
+def closing(comparison: Comparison) -> str:
+    """What the constrained runs have met, in a sentence, and the verdict on all of them."""
+    verdicts = [run.certificate for run in comparison.groups[ARMS["descent"]]]
+    outcomes = [verdict.outcome for verdict in verdicts]
+    outcome = next((word for word in (NOT_MET, NOT_SHOWN) if word in outcomes), MET)
+
+    plain, constrained = (
+        np.mean([run.profiles[GAMMA_TRAIN].losses[-1] for run in comparison.groups[ARMS[arm]]])
+        for arm in ("erm", "descent")
+    )
+    return (
+        f"Every layer of the constrained model reduces the loss as asked in {outcomes.count(MET)} of {len(outcomes)} "
+        "runs. The price is the change of the last layer's loss against plain training.\n"
+        f"VERDICT: {outcome.upper()}, price {percent(constrained / plain - 1)}"
+    )
 
 
 def layer_table(comparison: Comparison) -> str:

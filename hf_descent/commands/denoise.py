@@ -150,6 +150,8 @@ def report(
                 f"Of the {split} examples (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n"
             )
             print(tables(results), end="\n\n")
+            if profile.problem is not None:
+                print(f"{profile.certificate()}\n")
 
     folder = args.output_dir  # plain training beside this has its own
     if is_first:

@@ -188,8 +188,10 @@ def run(name: str, args: EvaluateArguments, data_args: Any) -> None:
     folder = _results_folder(name, args.results_dir)
     os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
     _, task_for = task_of(name)
-    print(evaluate(task_for(name, data_args), args, name, folder))
-    print(f"Written to {folder}\n")
+    results, headline = evaluate(task_for(name, data_args), args, name, folder)
+    print(f"{results}\n\nWritten to {folder}")
+    if headline is not None:
+        print(headline)
     print(next_step(f"card {folder}", "writes the model card"))
 
 
@@ -202,8 +204,9 @@ def _results_folder(name: str, results_dir: str | None) -> str:
     return name
 
 
-def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
-    """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
+def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> tuple[str, str | None]:
+    """Measures the model of `task`, saved in `name`; writes the results into `folder`. Returns them as tables, and the
+    verdict in one line where there are constraints."""
     summary = RunFolder(name).summary
     loss = summary.get("layer_loss_fn")
     if loss:
@@ -238,9 +241,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
                 headline = verdict.headline
 
     run.write(results)
-    if headline is None:
-        return tables(results)
-    return f"{tables(results)}\n{headline}"
+    return tables(results), headline
 
 
 def _settings(task: Task, args: EvaluateArguments, summary: Mapping[str, Any]) -> dict[str, Any]:

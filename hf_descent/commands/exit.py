@@ -22,11 +22,11 @@ from ..early_exit import (
     layer_set_profile,
 )
 from ..early_exit.layer_sets import spans
-from ..evaluation import Certificate, LayerProfile
+from ..evaluation import Certificate
 from ..loading import load_image_processor, load_tokenizer
 from ..runs import RunFolder, tables
 from .arguments import parse_model
-from .closing import next_step
+from .closing import next_step, verdict_of
 from .held_out import (
     HeldOutRows,
     classifier_rows,
@@ -165,24 +165,22 @@ def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
 
 
 def _close_exits(name: str, profile: ExitProfile) -> None:
-    verdict = _verdict_of(name)
-    if verdict is not None:
-        print(f"What the run promised: {verdict.headline}")
+    verdict = verdict_of(name)
     layer = profile.shown()
-    if layer is None:
-        return
-    if verdict is not None and not verdict.feasible:
-        print("That verdict rules: this table is about another question, the metric alone.")
-    print(next_step(f"export {name} --layer {layer} --output_dir DIR", "writes the cut model"))
+    if verdict is not None:
+        print("The table is about the metric alone. The verdict is on the constraints of the run:")
+        print(verdict.headline)
+        if verdict.feasible and layer is None:
+            layer = _first_exit(verdict)
+    if layer is not None:
+        command = f"export {name} --layer {layer} --output_dir DIR"
+        print(next_step(command, f"writes the model with {layer} layers"))
 
 
-def _verdict_of(name: str) -> Certificate | None:
-    """The verdict on a run, from its folder; `None` where there is none."""
-    run = RunFolder(name)
-    for profile in run.results(LayerProfile, "layer_profile"):
-        if profile.problem is not None:
-            return profile.certificate()
-    return next(iter(run.results(Certificate, "verdict")), None)
+def _first_exit(verdict: Certificate) -> int | None:
+    """The first layer that a run was asked to stop at, by a target; `None` where there is none."""
+    layers = [int(name.split("_")[-1]) for name in verdict.rows if "_" in name]
+    return min(layers, default=None)
 
 
 def _close_sets(name: str, profile: LayerSetProfile) -> None:

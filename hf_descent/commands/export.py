@@ -13,7 +13,7 @@ from ..early_exit import keep_layers, truncate
 from ..early_exit.layer_sets import layers_in, spans
 from ..hub.facts import OWN_MODELS
 from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
-from .closing import next_step
+from .closing import next_step, verdict_of
 from .held_out import empty_folder
 
 
@@ -84,6 +84,9 @@ def run(args: argparse.Namespace) -> None:
     print(ONNX.format(**names) if is_onnx else how_to_use(type(model).__name__, names))
     kept = f"The first {args.layer}" if layers is None else f"Layers {spans(layers)}"
     print(f"\n{kept} of {names['depth']} layers are in {folder}.")
+    verdict = verdict_of(args.model)
+    if verdict is not None:
+        print(f"The verdict on the constraints of {args.model}:\n{verdict.headline}")
     if not is_onnx:
         print(next_step(f"show {folder}", "shows what its layers predict"))
 

@@ -24,7 +24,7 @@ from ..files import write_json
 from ..runs import training_arguments
 from ..training.search import hp_space, ranges_for
 from .arguments import HELP, TRAINING, parse_recipe
-from .closing import next_step
+from .closing import next_step, verdict_of
 
 
 BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
@@ -40,7 +40,12 @@ class TuneArguments:
     )
     search_space: str | None = HfArg(
         default=None,
-        help="Ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'. Of three or more values, one is taken.",
+        help=(
+            "Ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'. Of three or more values, and of values that "
+            "are no numbers, one is taken: '{\"fixed_multipliers\": [[1, 1], [4, 4]]}'. Default: the learning rate, "
+            "and those that the objective has of the dual rate, the strength (or alpha) and the penalty coefficient. "
+            "All other settings stay as they are, `fixed_multipliers` too."
+        ),
     )
 
     def __post_init__(self):
@@ -100,12 +105,16 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     study = {"gamma": gamma, "search": "bayes", "trials": trials}
     write_json(os.path.join(args.output_dir, "study.json"), study, indent=1)
-    print(table(trials, gamma))
+    print(f"{table(trials, gamma)}\n\nWritten to {args.output_dir}")
     best = trials[0]
+    level = f" at noise level {gamma:g}" if gamma else ""
     print(
-        f"Trial {best['trial']} of {len(trials)} is the best, with {best['value']:.4g} on the validation examples at "
-        f"noise level {gamma:g}. Written to {args.output_dir}"
+        f"Trial {best['trial']} of {len(trials)} is the best, with {best['value']:.4g} on the validation examples"
+        f"{level}."
     )
+    verdict = verdict_of(os.path.join(args.output_dir, f"trial-{best['trial']}"))
+    if verdict is not None:
+        print(verdict.headline)
     command = module.__name__.rpartition(".")[2]
     trains = "trains the best settings with another seed; a trial is only one run"
     print(next_step(f"{command} --seed 1 ...", trains))
@@ -185,9 +194,12 @@ def _search(
 
 def table(trials: Sequence[Mapping[str, Any]], gamma: float) -> str:
     """The trials, best first, as a table, the best last."""
-    rows = [["trial", f"at {gamma:g}", "clean", "feasible", *trials[0]["settings"]]]
+    rows = [
+        ["trial", f"at noise {gamma:g}", "without noise", "constraints met", *trials[0]["settings"]]
+    ]
     for trial in reversed(trials):
-        numbers = [trial["value"], trial["clean"], trial["feasible"], *trial["settings"].values()]
+        is_met = {True: "yes", False: "no", None: ""}[trial["feasible"]]
+        numbers = [trial["value"], trial["clean"], is_met, *trial["settings"].values()]
         cells = [f"{number:.4g}" if type(number) is float else str(number) for number in numbers]
         rows.append([str(trial["trial"]), *cells])
     return format_table(rows)

@@ -166,9 +166,7 @@ def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
         classes = sorted(classes, key=lambda name: counts[name])
         order = ", the rarest first"
     report = listed(classes, lambda name: f"{name!r}: {counts[name]}")
-    logger.warning(
-        f"The training data has {len(names)} labelled examples of {len(classes)} classes{order}: {report}."
-    )
+    logger.warning(f"{len(names)} labelled examples of {len(classes)} classes{order}: {report}.")
 
 
 def listed(names: Sequence, show: Callable[[Any], str] = repr) -> str:

@@ -54,7 +54,7 @@ class ConfidenceReport(Result):
         if self.threshold == 0:
             return (
                 f"No sample stops early (threshold 0): accuracy {self.accuracy:.4f}, {len(self.exit_shares)} layers a "
-                "sample. No early exit was found that keeps to the loss of accuracy allowed: use the whole model, "
+                "sample. Every early exit may lose more accuracy than you allow: use the whole model, "
                 "calibrate with more data, or allow a larger `max_loss`"
             )
         shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)

@@ -158,7 +158,8 @@ class Certificate(Result):
         return [list(columns), *map(list, zip(*columns.values()))]
 
     def _summary(self) -> str:
-        summary = f"{self.verdicts.count(MET)} of {len(self.rows)} constraints are met; f_L = {self.losses[-1]:.4g}"
+        summary = f"{self.verdicts.count(MET)} of {len(self.rows)} constraints are met; "
+        summary += f"the last layer's loss is f_L = {self.losses[-1]:.4g}"
         if self.items is not None:
             summary += f" over {self.items} items"
         if self.examples not in (None, self.items):

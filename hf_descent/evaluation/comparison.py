@@ -151,13 +151,13 @@ class Difference:
     def __str__(self) -> str:
         names = f"{self.group} against {self.baseline}"
         if not np.isfinite(self.estimate):
-            return f"{names}: open. A run has a {self.metric} that is not finite."
+            return f"{names}: not comparable. A run has a {self.metric} that is not finite."
 
         level = f"{100 * self.confidence:.4g} %"
         figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- "
         if self.verdict == "open":
             figure += f"{self.data_radius:.2g}, over the choice of the data alone. Train at least two seeds of each"
-            return f"{names}: open at {level} ({figure})."
+            return f"{names}: not tested at {level} ({figure})."
 
         how = "seeds not paired"
         if self.paired:
@@ -332,7 +332,7 @@ class Comparison:
         return {"groups": groups, "differences": differences}
 
     def __str__(self) -> str:
-        table = [["", "runs", *SUMMARIES.values(), "noise unit", "feasible"]]
+        table = [["", "runs", *SUMMARIES.values(), "noise unit", "constraints met"]]
         for name, runs in self.groups.items():
             summary = self._summary(runs)
             numbers = [_format(*summary[column]) for column in (*SUMMARIES, "sigma")]

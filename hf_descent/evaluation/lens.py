@@ -101,7 +101,10 @@ class Lens(Result):
             text += f" Through the fitted maps it is layer {self._first_near(self.fitted_losses)}."
         if self.chance:
             guessing = int((self.losses >= AT_CHANCE * self.chance).sum())
-            text += f" {guessing} of {depth} layers do no better than guessing ({self.chance:.4g})."
+            who = "Every layer does"
+            if guessing:
+                who = f"{guessing} of {depth} layers do no"
+            text += f" {who} better than guessing (loss {self.chance:.4g})."
         return text
 
     def _first_near(self, losses: np.ndarray) -> int:

@@ -150,7 +150,7 @@ class NoiseCurve(Result):
         return numbers
 
     def __str__(self) -> str:
-        table = [["gamma", self.metric, "+- (95 %)", "loss"]]
+        table = [["noise", self.metric, "+- (95 %)", "loss"]]
         radius = np.broadcast_to(self.radius("mean"), self.mean.shape)
         for gamma, value, error, loss in zip(self.gammas, self.mean, radius, self.mean_losses):
             table.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{loss:.5g}"])
@@ -159,7 +159,7 @@ class NoiseCurve(Result):
         if len(self.gammas) == 1:
             return text
 
-        text += f"\nAUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}"
+        text += f"\nArea under the curve {self.auc:.5g}; mean {self.metric} over the levels {self.auc_over_range:.5g}"
         error = self.radius("auc_over_range")
         if np.isfinite(error):
             text += f" +- {error:.2g} (95 %)"

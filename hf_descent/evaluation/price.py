@@ -163,7 +163,7 @@ class Price:
     def __str__(self) -> str:
         text = f"Last layer: {self.loss:.4g}"
         if self.plain is None:
-            text += f"; the layers after {PLAIN} were not measured on these data"
+            text += f"; price unknown, since {PLAIN} was not measured on these data"
         else:
             text += f", {PLAIN} {_beside(self.loss, self.plain, self.limits)}"
         for name, loss in self.references.items():

@@ -33,6 +33,11 @@ from .scoring import (
 )
 
 
+SHARE_IN_WORDS = (
+    "1: every layer is on track from guessing to the last loss; 0: some layer only guesses"
+)
+
+
 @dataclass
 class LayerProfile(Result):
     """Loss and metric at each of L layers, on held-out data; layer l at index l-1, as in `layer_profile.json`.
@@ -165,7 +170,7 @@ class LayerProfile(Result):
         text = format_table(table)
         share = self.descent_share
         if share is not None:
-            text += f"\ndescent share {share:.2f}, at f_L = {self.losses[-1]:.5g}"
+            text += f"\ndescent share {share:.2f} ({SHARE_IN_WORDS})"
         return text
 
 

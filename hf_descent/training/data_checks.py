@@ -108,7 +108,7 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
 def report_dropped(kept, given, name: str, max_length: int | None) -> None:
     """Log once how many examples of `given` TRL has left out of `kept`, and why."""
     count = len(given) - len(kept)
-    if count > 0:
+    if 0 < count < len(given):  # where none is left, the next check raises
         logger.warning_once(
             f"TRL dropped {count} of the {len(given)} examples of the {name} dataset: no token with a label is within "
             f"`max_length`={max_length}, as where the prompt alone is that long. To keep them raise `max_length`, or "

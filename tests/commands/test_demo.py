@@ -25,6 +25,8 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figures_and_runs(tmp_pat
     printed = capsys.readouterr().out
     losses = comparison.groups["constrained"][0].profiles[GAMMA_TRAIN].losses
     assert f"{losses[0]:.2f}  {losses[1]:.2f}" in printed and str(comparison) in printed
+    verdict, following = printed.strip().splitlines()[-2:]
+    assert verdict.startswith("VERDICT: NOT MET, price ") and following.startswith("Next: ")
 
 
 def test_a_demo_without_steps_is_refused():

@@ -192,7 +192,8 @@ def a_lens(losses, chance=None):
     [
         ([0.9, 0.52, 0.5], None, "Layer 2 of 3 is the first whose loss is within 5 %"),
         ([0.9, 0.6, 0.5], None, "No layer before the last has a loss within 5 %"),
-        ([0.9, 0.6, 0.5], 0.7, "1 of 3 layers do no better than guessing (0.7)."),
+        ([0.9, 0.6, 0.5], 0.7, "1 of 3 layers do no better than guessing (loss 0.7)."),
+        ([0.9, 0.6, 0.5], 1.7, "Every layer does better than guessing (loss 1.7)."),
         ([0.9, 0.6, np.nan], 0.7, "The last layer's loss is nan"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
     assert f"Trial {best} of 3 is the best, with " in capsys.readouterr().out
 
 
-def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path):
+def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path, capsys):
     argv = [
         *command,
         "--n_trials",
@@ -93,6 +93,8 @@ def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path):
     ]
     argv.append("--output_dir")
     cli.main([*argv, str(tmp_path / "descent")])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[-2].startswith("VERDICT: NOT ") and lines[-1].startswith("Next: ")
     trial = json.loads((tmp_path / "descent" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is Run.load(str(tmp_path / "descent" / "trial-0")).feasible is False
     # The validation rows, which are none of the weights', chose between trials.

@@ -190,7 +190,7 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
     splits = load(write(tmp_path / "rows.parquet", labels, kind))
     assert sorted(splits["test"]["text"]) == ["t0", "t2"]
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    reports = [message for message in warnings if "The training data has" not in message]
+    reports = [message for message in warnings if "labelled examples of" not in message]
     for split, message in zip(("train", "validation"), reports, strict=True):
         assert (
             f"Dropped 2 of the 4 {split} examples: they are without `label` ({report})" in message
@@ -200,9 +200,9 @@ def test_rows_without_a_label_are_counted_on_the_screen(tmp_path, caplog, labels
 def test_the_classes_and_their_counts_are_on_the_screen(tmp_path, caplog):
     labels = ["pos", "Pos", '"pos"', "\u200bpos", "pos", "TRUE", "true"]
     load(write(tmp_path / "rows.jsonl", labels))
-    (report,) = [record for record in caplog.records if "The training data has" in record.message]
+    (report,) = [record for record in caplog.records if "labelled examples" in record.message]
     assert report.levelname == "WARNING"  # what Python shows by default
-    assert "The training data has 7 labelled examples of 5 classes: " in report.message
+    assert "7 labelled examples of 5 classes: " in report.message
     for name in (
         "'pos': 2",
         "'Pos': 1",

@@ -39,7 +39,7 @@ def test_the_verdict_begins_with_the_price():
     assert found.headline == "VERDICT: MET, price +2.8 %"
     alone = verdict(losses(2.61))
     assert str(alone).startswith(
-        "Last layer: 2.61; the layers after plain training were not measured on these data.\n"
+        "Last layer: 2.61; price unknown, since plain training was not measured on these data.\n"
     )
     assert alone.headline == "VERDICT: MET, price unknown"
     assert not str(verdict(losses(2.61), has_price=False)).startswith("Last layer")

@@ -127,7 +127,7 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
     # Of other data, or other settings, the plain run says nothing.
     for trainer_data, factor in ((ROWS, 1), (None, 2)):
         trainer.args.learning_rate *= factor
-        assert "were not measured on these data" in str(
+        assert "was not measured on these data" in str(
             trainer.evaluate_layers(trainer_data).certificate()
         )
 

@@ -362,29 +362,31 @@ def rivals() -> str:
                     mean([run["certify"][-1] for run in shown_runs], 3),
                 ]
             )
-    rows.append(cut_first_on_minilm())
+        if kind == "minilm":
+            rows.append(cut_first_on_minilm(task))
     header = ["model", "asked", "training", "seeds that met it", "models", "compute"]
     return markdown([*header, "first exit", "second exit", "f_L"], rows)
 
 
-def cut_first_on_minilm() -> list[str]:
-    """MiniLM's exit by a model that is cut first, as far as there are runs: without a verdict, from the same rows."""
-    task = script("runs_to_specification").TASKS["minilm"]
+def cut_first_on_minilm(task: str) -> list[str]:
+    """MiniLM's exits by models that are cut first, from runs of other seeds: without a verdict, on the same rows."""
+    benchmark = script("runs_to_specification")
+    exits = benchmark.exits_of(task)
     arms = best_runs("cut_first.jsonl", "minilm")
-    (layer,) = task.exits["one"]
-    short = [run["report"][-1] for run in arms[f"cut {layer}"]]
-    whole = [run["report"][-1] for run in arms["plain"]]
-    compute = 1 + layer / task.num_layers
+    _, whole = at_best_rate(defaults_runs("minilm")["plain"])
+
+    losses = [mean([run["report"][-1] for run in arms[f"cut {layer}"]], 3) for layer in exits]
+    losses += [""] * (MOST_EXITS - len(losses))
+    compute = compute_of(task, "cut_first", [])
     return [
         MODELS["minilm"],
-        asked_of("minilm_one"),
+        asked_of(task),
         ARMS["cut_first"],
         "",
-        "2",
+        str(1 + len(exits)),
         f"{compute:.1f}",
-        mean(short, 3),
-        "",
-        mean(whole, 3),
+        *losses,
+        mean([run["certify"][-1] for run in whole], 3),
     ]
 
 
@@ -755,6 +757,7 @@ RIVALS = {
     "denoiser_one": (*ONE_MODEL_ARMS, "cut_first", "cut_first_longer"),
     "denoiser_two": (*ONE_MODEL_ARMS, "cut_first"),
     "minilm_one": ("ours", "fixed", "deep_supervision"),
+    "minilm_two": ("ours", "fixed"),
 }
 MOST_EXITS = 2  # of what is asked
 LIMITS = {"2 %": {}, "none": {"max_last_layer_rise": None}}  # on the rise of f_L: settings

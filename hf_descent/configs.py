@@ -108,17 +108,20 @@ DUAL_SETTINGS_OF_TARGETS = DualSettings("pi", 0.04, 0.0, 0.1)
 class DescentArguments:
     """Arguments of layerwise descent training (arXiv 2601.17257).
 
+    f_l is the task loss of the model if it stopped after layer l, f_L that of the last layer, and f_0 the loss of
+    guessing. A constraint is what a layer must reach, its violation is by how much it misses that, and its multiplier
+    is the weight with which training pushes it.
+
     Arguments that take a number, a list or "auto" also accept the JSON text of it. Defaults were measured. Where the
-    paper does something else, the argument says so; the recipes have its settings. f_l is the task loss of layer l,
-    f_L that of the last layer, and f_0 the loss of guessing.
+    paper does something else, the argument says so; the recipes have its settings.
 
     > Parameters that control the problem
 
     objective (`str`, *optional*, defaults to `"descent"`):
-        What is minimised: "descent" (the constrained problem), or a baseline in the same trainer: "erm" (plain
-        training), "deep_supervision" (fixed weights), "layerskip" (LayerSkip's early exit loss and curricula),
-        "fixed" (frozen multipliers), "hinge" or "quadratic" (penalties on the violations). Under gradient accumulation
-        penalties are evaluated per micro-batch.
+        What is minimised: "descent" (f_L under the constraints), or a way to compare with: "erm" (f_L alone, plain
+        training), "deep_supervision" (the same weight on every layer), "layerskip" (LayerSkip's early exit loss and
+        curricula), "fixed" (multipliers that do not move), "hinge" or "quadratic" (penalties on the violations). Under
+        gradient accumulation penalties are evaluated per micro-batch.
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
         What each layer must do. A number alpha in (0, 1), or a list with one for each layer, is the paper's form: f_l
         must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below an even descent, on
@@ -133,7 +136,7 @@ class DescentArguments:
         f_0, with which the first layer is compared, in units of the task loss. "auto": the loss of guessing (of the
         best constant prediction), estimated from a sample of the training labels.
     descent_strength (`float`, *optional*, defaults to `0.5`):
-        The share of the decrease from f_0 to the last layer's loss (in logarithms) that "line" and "steps" ask for.
+        The share of the way from f_0 down to f_L, on a log scale, that "line" and "steps" ask for.
     constrained_layers (`list[int]`, *optional*):
         The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
         the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
@@ -147,8 +150,9 @@ class DescentArguments:
         Step size of the multipliers, constant: no scheduler touches it. Where not given 0.02, in
         [`SFTDescentConfig`] 0.0002, for targets alone (in "descent" without `descent_alpha` and `resilience`) 0.04.
     dual_optim (`str`, *optional*):
-        Ascent rule of the multipliers: "adam" (the paper's), "pi" (a controller that damps them, on bounded
-        violations; not with resilience) or "sgd" (plain ascent). Where not given "adam", for targets alone "pi".
+        How multipliers move: "adam" (the paper's), "pi" (a controller that keeps them from swinging, on bounded
+        violations; not with `resilience`) or "sgd" (in proportion to the violation). Where not given "adam", for
+        targets alone "pi".
     normalize_violations (`bool`, *optional*, defaults to `True`):
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
@@ -157,8 +161,8 @@ class DescentArguments:
         multipliers of "descent" stand still, and if that lasts they shrink: constraints give way. It is no limit on
         the price: it sees a rise, not what plain training would have reached. `None` turns it off, as in the paper.
     dual_warmup_steps (`float`, *optional*):
-        Optimizer steps with inactive constraints; below 1 a fraction of all steps. Where not given 0.25, for targets
-        alone 0. The paper's video runs use one epoch.
+        Warm-up: the first optimizer steps, in which constraints do not act; below 1 a share of all steps. Where not
+        given 0.25, for targets alone 0. The paper's video runs use one epoch.
     dual_holdout (`float`, *optional*):
         No longer an option, and accepted only as `None`: give the trainer a `dual_dataset`.
     resilience (`float`, *optional*, defaults to `0.0`):
@@ -169,9 +173,9 @@ class DescentArguments:
         How the relaxation is reached: "weight_decay" of the multipliers (the paper's language runs) or explicit
         "slack" variables (its video runs). Both settle at the same point.
     slack_learning_rate (`float`, *optional*, defaults to `0.02`):
-        Step size of the explicit slacks.
+        Step size of the slacks with `resilience_form="slack"`.
     slack_restart (`bool`, *optional*, defaults to `True`):
-        Clamp the explicit slacks to zero after every epoch, as the paper does.
+        Set these slacks back to 0 after every epoch, as the paper does.
     multiplier_max (`float`, *optional*):
         Cap on every multiplier; no cap where not given.
 

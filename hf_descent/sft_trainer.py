@@ -37,8 +37,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
 
     ValueError where a data set has no token with a label, or a sequence with more tokens than the model has positions.
-    If layers are read, ValueError also for a `loss_type` other than "nll", and for packed rows whose documents see
-    one another.
+    If layers are read, ValueError also for a `loss_type` other than "nll", and for packed examples whose documents
+    see one another. TRL drops examples that have no token with a label within `max_length`; a warning says how many.
 
     Example, of which `recipes/examples/sft_lora.py` is a complete script:
 

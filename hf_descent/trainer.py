@@ -581,7 +581,8 @@ class DescentMixin:
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
-        """Loss and metric of the model at every layer, and whether the constraints, where known, are met there.
+        """Loss and metric of the model at every layer. `print(profile)` shows them; `profile.certificate()` is the
+        verdict on the constraints, where the run has some.
 
         Args:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
@@ -650,13 +651,14 @@ class DescentMixin:
     ) -> SideBySide:
         """Train the model twice from the same start, first plainly, then as the arguments say, and compare the two.
 
-        Both trainings have the same draws, order of the data, learning rate and steps; the trainer is left as by
-        `train`. The plain model is in the folder `_plain` of `output_dir`, with its layer profile: verdicts on this
-        run tell the price beside it, and `hf-descent compare` reads it. Trackers get the second training alone.
+        Both trainings have the same seed, order of the data, learning rate and steps. Afterwards the trainer holds the
+        second model, as after `train`. The plain model is in the folder `_plain` of `output_dir`. Verdicts on this run
+        then tell the price: by how much f_L, the last layer's loss, is above that of the plain model. Trackers get the
+        second training alone.
 
         Args:
-            resume_from_checkpoint: as of `train`, for the arm that was interrupted. With `True`, or the folder of a
-                checkpoint of the second training, a finished plain training is not repeated.
+            resume_from_checkpoint: as of `train`, for the training that was interrupted. With `True`, or the folder of
+                a checkpoint of the second training, a finished plain training is not repeated.
             eval_dataset: the examples to compare on, as [`evaluate_layers`] takes them.
             settings: passed to [`evaluate_layers`], such as `gamma`.
 
@@ -780,16 +782,19 @@ class DescentMixin:
 class DescentTrainer(DescentMixin, Trainer):
     """[`~transformers.Trainer`] whose model lowers the task loss with every layer (arXiv 2601.17257, Algorithm 1).
 
+    The config says what each layer must reach: the constraints. Training raises the weight of the layers that fall
+    short. `evaluate` and [`evaluate_layers`] report the loss of every layer, and a verdict on each constraint.
+
     Args:
         model, args, ...:
             As for [`~transformers.Trainer`]; plain `TrainingArguments` get the defaults of [`DescentConfig`].
         readout (`Callable`, `"mean"` or `"cls"`, *optional*, keyword only):
-            What reads every layer in place of the model's own tail. "mean" and "cls" are a classifier's last linear
-            layer on the mean of the tokens and on the first one: the model becomes, in place, a
-            `LinearReadoutForSequenceClassification` (or its like for images, videos and sounds), which is saved and
-            cut as such (see [`~hf_descent.models.give_linear_readout`]). A function `readout(model, hidden, inputs) ->
-            logits`, of hidden states `[batch, seq, hidden]`, is not saved: loaded, the model has its own tail, which
-            was not trained, and the card gives no numbers.
+            What makes the predictions of every layer, in place of the model's own head. "mean" and "cls" are a
+            classifier's last linear layer on the mean of the tokens and on the first one. The model becomes, in
+            place, a `LinearReadoutForSequenceClassification` (or its like for images, videos and sounds), and is saved
+            and cut as such (see [`~hf_descent.models.give_linear_readout`]). A function `readout(model, hidden,
+            inputs) -> logits`, of hidden states `[batch, seq, hidden]`, is not saved: the loaded model uses its own
+            head, which was not trained, and its card gives no numbers.
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.
@@ -798,9 +803,9 @@ class DescentTrainer(DescentMixin, Trainer):
             labels in its micro-batch, so it depends on `gradient_accumulation_steps`. The sum divided by
             `num_items_in_batch` (`reduction="sum"`) does not.
         dual_dataset (*optional*, keyword only):
-            200 or more examples, prepared as those of `train_dataset`. "descent" moves the multipliers by their
-            losses, since constraints are easily met on examples that the weights have fitted. Every 8 steps this
-            costs forward passes, without dropout, on as many examples as a step takes. No other part of the data
+            200 or more examples, prepared as those of `train_dataset`. "descent" then moves the multipliers by the
+            losses of these examples, since constraints are easily met on examples that the weights have fitted. Every
+            8 steps it reads as many of them as a training step takes, without dropout. No other part of the data
             should have these examples: `dataset.train_test_split(0.05)` makes such parts.
 
     ValueError, when the trainer is made or on the first batch of training or evaluation, for a model, a loss or a

@@ -71,7 +71,7 @@ COMMANDS = {
         Command("tune", TRAIN, "search a recipe's learning rate, dual rate and strength by validation data"),
         Command("evaluate", MEASURE, "measure every layer, with noise and without, and judge the constraints"),
         Command("compare", MEASURE, "compare evaluated runs: a table, paired tests and figures", flags.compare),
-        Command("exit", MEASURE, "measure what a model is worth, and costs, with fewer layers"),
+        Command("exit", MEASURE, "measure loss, accuracy and time of a model with fewer layers"),
         Command("lens", MEASURE, "show what every layer of any model knows, without training it"),
         Command("export", USE, "write some layers of a model as a checkpoint, and say how to serve it", flags.export),
         Command("generate", USE, "answer instructions with a language model"),

@@ -47,7 +47,7 @@ class EvaluateArguments:
 
     eval_gammas: list[float] = HfArg(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0],
-        help="Noise levels of the noise curve.",
+        help="Noise levels at which the whole model is measured.",
     )
     draws: int = HfArg(default=3, help="How often the noise is drawn at each level.")
     profile_gammas: list[float] | None = HfArg(

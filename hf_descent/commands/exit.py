@@ -68,23 +68,23 @@ class ExitArguments:
     exit_head: Literal["layers", "norm", "affine", "block"] = HfArg(
         default="layers",
         help=(
-            "With `heal`: what to train. layers: those behind the first gap. The others: stop after the first "
-            "`fewest_layers` layers, without a search, and train this alone in front of the head; a block is one more "
-            "layer."
+            "With `heal`: what to train. layers: those after the first one left out. The others: stop after the first "
+            "`fewest_layers` layers, without a search, and train this alone between them and the head; a block is one "
+            "more layer."
         ),
     )
     heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training examples.")
     heal_learning_rate: float = HfArg(
         default=3e-4,
-        help="With `heal`: the highest learning rate. A norm or an affine map takes a higher one.",
+        help="With `heal`: the highest learning rate. Raise it for a norm or an affine map.",
     )
     max_rise: float = HfArg(
         default=0.05,
-        help="With `fewest_layers`: largest rise of the loss to accept, as a share of it.",
+        help="With `fewest_layers`: the share by which the loss may rise.",
     )
     max_loss: float = HfArg(
         default=0.01,
-        help="Classifiers: accuracy that early exit may lose, as a share of all samples.",
+        help="Classifiers: share of all samples that early exit may get wrong in addition.",
     )
     batch_size: int = HfArg(default=32, help="Samples in a batch, also for the timing.")
     repeats: int = HfArg(default=3, help="How often each exit is timed; the median counts.")

@@ -68,8 +68,8 @@ class LensArguments:
     fit: Literal["none", "affine"] = HfArg(
         default="none",
         help=(
-            "affine: fit a map to each layer in front of the head, on training examples (of `train_file`, or of a "
-            "run), and show its loss, too."
+            "affine: also fit a linear map between each layer and the head, on training examples (of `train_file`, or "
+            "of a run), and show the loss through it."
         ),
     )
     output_dir: str | None = HfArg(

@@ -30,10 +30,10 @@ class ExitProfile(Result):
         values, losses (float64 `[L]`): the metric and the task loss on held-out data.
         seconds (float64 `[L]`): wall-clock seconds per sample.
         batch_size (`int`), device (`str`): samples per batch, and where it was measured.
-        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
-        kept_low (float64 `[L]`, *optional*): what each layer keeps of the last one's metric, as a share, at least: the
-            lower ends of 95 % intervals.
-        learned (`list[bool]`, *optional*): whether each layer's loss is shown not to be at chance, as in a verdict.
+        chance (`float`, *optional*): the loss of guessing: that of the best constant prediction of these labels.
+        kept_low (float64 `[L]`, *optional*): the share that each layer keeps of the last one's metric, by the lower
+            ends of 95 % intervals.
+        learned (`list[bool]`, *optional*): whether each layer's loss is shown to be below 98 % of `chance`.
     """
 
     metric: str
@@ -62,8 +62,8 @@ class ExitProfile(Result):
             return self.values[-1] / self.values
 
     def shown(self, share: float = 0.99) -> int | None:
-        """The first layer before the last that the rows show, with the confidence of a verdict, to keep at least
-        `share` of the last layer's metric and not to be at chance; `None` where there is none."""
+        """The first layer before the last that keeps at least `share` of the last layer's metric and is not at chance,
+        both with the confidence of a verdict; `None` where there is none."""
         if self.kept_low is None or self.learned is None:
             return None
         is_shown = (self.kept_low >= share) & np.array(self.learned)
@@ -98,7 +98,7 @@ class ExitProfile(Result):
 
     @property
     def headline(self) -> str:
-        """What the rows show, in words."""
+        """What the examples show, in words."""
         layer = self.shown()
         depth = len(self.values)
         if layer is None:

@@ -27,8 +27,8 @@ def truncate(
 ) -> PreTrainedModel:
     """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
 
-    Its config says so (lists with one entry per layer are cut, too): it is saved and loaded like any other checkpoint.
-    Its logits are checked to be those of the model's own readout at that layer.
+    Its config has the new number of layers, so it is saved and loaded like any other checkpoint. Lists with one entry
+    per layer are cut, too. The function checks that the copy's logits are those that `model` gives at that layer.
 
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
@@ -36,7 +36,7 @@ def truncate(
         inputs (`dict`, *optional*): a batch for `model(**inputs)`. If absent, a random one without eos is made.
 
     TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
-    of range, there is no shared readout, or no config gives exactly the first layers.
+    of range, the layers do not share one head, or no config gives exactly the first layers.
     """
     plain, reader, inputs = _readable(model, inputs)
     if num_layers not in range(1, reader.num_layers + 1):

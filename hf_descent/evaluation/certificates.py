@@ -38,16 +38,18 @@ ALSO_SELECTED = (
 
 @dataclass
 class Certificate(Result):
-    """The verdict: what each constraint asked for and what was reached; layer l at index l-1, constraints in the
-    problem's order.
+    """The verdict: what each of K constraints asked, what its layer reached, and whether it is met; layer l at index
+    l-1.
+
+    f_l is the loss of layer l, and chance the loss of guessing. A layer is at chance above 98 % of that loss.
 
     Attributes:
         losses (float64 `[L]`): f_l.
         rows (`list[str]`): names of the constraints.
-        asked (float64 `[rows]`): the loss that each constraint asks its layer to be below.
-        reached (float64 `[rows]`): the loss of that layer.
-        tolerances (float64 `[rows]`): by how much it may be missed.
-        radii (float64 `[rows]`): from `reached - asked - tolerances` to the upper end of its (paired) interval; not a
+        asked (float64 `[K]`): the loss that each constraint asks its layer to be below.
+        reached (float64 `[K]`): the loss of that layer.
+        tolerances (float64 `[K]`): by how much it may be missed.
+        radii (float64 `[K]`): from `reached - asked - tolerances` to the upper end of its (paired) interval; not a
             number where there is none.
         verdicts (`list[str]`): "met" where this interval lies below 0, and the intervals of the layer's loss and of
             f_L show that neither is at chance. "not met" where this interval lies above 0, or the layer is shown to be
@@ -55,8 +57,8 @@ class Certificate(Result):
         feasible (`bool`): whether every constraint is met; as sure as each of them is (an intersection-union test).
         has_learned (`bool`): whether the constrained layers and the last are shown not to be at chance.
         max_violation (`float`): the largest violation, in units of the loss.
-        shortfall (`float`): the share of the way from chance to what is asked that the worst layer may still miss, by
-            the upper end of its interval; 0 where every constraint is within its tolerance.
+        shortfall (`float`): how much of the way from chance down to what is asked the worst layer may still miss, as a
+            share, by the upper end of its interval; 0 where every constraint is within its tolerance.
         descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
         gamma (`float`): noise level of the input.
         confidence (`float`): of each interval, which has two sides: *met* is wrong in (1 - confidence) / 2 of cases.

@@ -40,16 +40,18 @@ SHARE_IN_WORDS = (
 
 @dataclass
 class LayerProfile(Result):
-    """Loss and metric at each of L layers, on held-out data; layer l at index l-1, as in `layer_profile.json`.
+    """Loss and metric of the model if it stopped after each of its L layers, on held-out data; layer l at index l-1.
+
+    `print(profile)` shows the table, and `profile.certificate()` is the verdict on the constraints.
 
     Attributes:
         metric (`str`): name of the metric.
-        losses (float64 `[L]`): f_l, averaged over items (labelled rows, tokens or numbers).
-        values (float64 `[L]`): the metric read out at each layer.
+        losses (float64 `[L]`): f_l, averaged over items (labelled examples, tokens or numbers).
+        values (float64 `[L]`): the metric of each layer.
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
         value_radii (float64 `[L]`, *optional*): half-widths of the 95 % intervals of `values`; not a number with too
-            few rows.
+            few examples.
         kept_low (float64 `[L]`, *optional*): lower ends of the 95 % intervals of what each layer keeps of the last
             layer's metric, as a share.
         items (`int`, *optional*): what the losses are averaged over.
@@ -57,9 +59,9 @@ class LayerProfile(Result):
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
         facts (`dict`): what a verdict on `problem` says of the training, see [`certify`].
-        row_sums (float64 `[rows, L + 1]`, *optional*): of each row of the data the sums of its losses and its items,
-            the source of the intervals of the loss and of the verdict.
-        whole_batches (`int`): how many of these rows are whole batches, of which no loss of a single one is known.
+        row_sums (float64 `[examples, L + 1]`, *optional*): of each example the sums of its losses and its items, the
+            source of the intervals of the loss and of the verdict.
+        whole_batches (`int`): how many of these are whole batches, in which no loss of a single example is known.
         references (`list`): f_L at earlier times of the run, see [`certify`].
         batch_size (`int`, *optional*): of the batches that `data` tells of.
     """

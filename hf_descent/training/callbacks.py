@@ -51,7 +51,9 @@ def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
 
 @dataclass(eq=False, repr=False)
 class DescentCallback(TrainerCallback):
-    """Calls back before training, after the optimizer's step and after every epoch.
+    """Moves the multipliers after every optimizer step. The trainer adds it; you need not.
+
+    It calls back before training, after the optimizer's step and after every epoch.
 
     Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
     still may meet them, at first at the price of the score.

@@ -204,7 +204,7 @@ class DescentMixin:
             return self._evaluation_loss(model, inputs, return_outputs, num_items_in_batch)
 
         objective = self._run.known_objective()
-        with self._noise_of_micro_batch():
+        with self.noise_of_micro_batch():
             losses = objective.layer_losses(model, inputs, self._run.step, return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
 
@@ -246,7 +246,7 @@ class DescentMixin:
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, items)
 
-        with self._noise_of_micro_batch():
+        with self.noise_of_micro_batch():
             if not is_mean:
                 return super().compute_loss(model, inputs, return_outputs, items)
             # Before the loss, which may take the labels out of the batch.
@@ -279,7 +279,7 @@ class DescentMixin:
         # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers.
         return step.for_backward(step.final)
 
-    def _noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
+    def noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
         """The noise of the present micro-batch of training, as a context."""
         if self.args.gamma_train == 0:
             return contextlib.nullcontext()

@@ -97,7 +97,7 @@ class HeldOutRows:
         with (
             torch.no_grad(),
             trainer.compute_loss_context_manager(),
-            trainer._noise_of_micro_batch(),
+            trainer.noise_of_micro_batch(),
         ):
             for part, batch in batches.items():
                 inputs = trainer._prepare_inputs(batch)

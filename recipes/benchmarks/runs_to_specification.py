@@ -509,13 +509,19 @@ def problem_of(task: Task, exits: dict, trained: Trained) -> DescentProblem:
 # ---- searches ----
 
 
+@cache
+def finished_in(path: str) -> Runs:
+    """The finished runs of a file, which is read once."""
+    return Runs(path)
+
+
 def runner(
     options: argparse.Namespace, task: str, arm: str, seed: int
 ) -> Callable[[tuple[float, ...], Rate], dict]:
     """Makes a run of these coefficients at this learning rate, or finds it among the finished ones."""
     exits = exits_of(task)
     steps = task_of(task).steps_of(options)
-    finished = Runs(options.output)
+    finished = finished_in(options.output)
 
     def run(coefficients, rate):
         chosen = settings_of(arm, exits, coefficients)

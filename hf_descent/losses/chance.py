@@ -31,7 +31,7 @@ class ChanceLoss:
     That loss is for the `kind` "classes", whole labels (negative ones are ignored), their entropy; for "positions",
     the two ends of extractive answers, `[batch, 2]`, the mean of their entropies over the positions up to the last one
     seen, or of even odds of all places in a text, where it is less; for "multi_label", independent classes, the mean
-    binary entropy; for "numbers" the variance. Classes may have weights.
+    binary entropy; for "numbers" the variance. The "classes" may have weights.
     """
 
     num_classes: int  # size of the last dimension of the logits
@@ -152,11 +152,7 @@ class ChanceLoss:
     def _of_independent_classes(self, moments: list[np.ndarray]) -> float:
         number, total, _ = moments  # [classes] each
         mean = total / number
-        if self.weights is None:
-            return np.mean(entr(mean) + entr(1 - mean))
-        # As `_of_weighted_classes`, for each class apart.
-        masses = self.weights.values * np.stack([1 - mean, mean])  # [2, classes]
-        return np.mean(masses.sum(0) * entr(masses / masses.sum(0)).sum(0))
+        return np.mean(entr(mean) + entr(1 - mean))
 
     def _of_weighted_classes(self, counts: np.ndarray) -> float:
         """The best constant prediction gives each class its share of all weights."""

@@ -29,8 +29,7 @@ class ClassWeights:
     """How a cross-entropy weighs its labels.
 
     Attributes:
-        values (float64 `[classes]`): the weight of each class; of several labels a row `[2, classes]`, the weights of
-            labels that are 0, and of those that are 1.
+        values (float64 `[classes]`): the weight of each class.
         divides (`bool`): whether the sum of losses is divided by the weights of the labels, as `F.cross_entropy` does,
             in place of their number.
     """
@@ -41,8 +40,6 @@ class ClassWeights:
     def of(self, labels: torch.Tensor) -> torch.Tensor:
         """The weight of each label, in their shape; of ignored ones 0."""
         values = torch.tensor(self.values, dtype=torch.float32, device=labels.device)
-        if values.dim() == 2:  # labels between 0 and 1 are a part of each
-            return torch.where(labels > 0.5, values[1], values[0])
         # A custom readout may have more classes than the model's outputs, by which the weights were found.
         known = labels.clamp(0, len(values) - 1)
         return torch.where(labels == IGNORE_INDEX, 0.0, values[known])
@@ -56,7 +53,7 @@ def find_class_weights(
     label_smoothing: float,
 ) -> ClassWeights | None:
     """The weights of the classes in a task loss; `None` where they are all alike. ValueError where the loss is no
-    cross-entropy, or has too many classes to try.
+    cross-entropy, or a weighted one of independent classes or of too many to try.
 
     Args:
         inputs (dict): a short batch.
@@ -72,7 +69,7 @@ def find_class_weights(
     trial = LossTrial(*settings, least_labels=LEAST_LABELS)
     weights = None
     if trial.can_find_weights:
-        weights = _of_binary_labels(trial) if trial.is_multi_label else _of_classes(trial)
+        weights = _of_classes(trial)
     if weights is not None and (np.isfinite(weights.values) & (weights.values > 0)).all():
         # Without the rounding errors of this batch: a resumed run measures on another.
         rounded = [float(f"{value:.4g}") for value in weights.values.flat]
@@ -121,7 +118,9 @@ class LossTrial:
     @property
     def can_find_weights(self) -> bool:
         """Whether each class can be tried; a label smoother knows no weights."""
-        return self._task.smoother is None and self.classes <= self._most
+        if self.is_multi_label or self._task.smoother is not None:
+            return False
+        return self.classes <= self._most
 
     def is_cross_entropy(self, weights: ClassWeights | None = None) -> bool:
         """Whether the loss is the cross-entropy with these weights, as far as it is tried."""
@@ -174,10 +173,7 @@ class LossTrial:
     def _is_equal(self, labels: torch.Tensor, weights: ClassWeights | None) -> bool:
         loss, logits, labels = self.call(labels)
         if self.is_multi_label:
-            losses = binary_terms(logits, labels)  # [2, rows, classes]
-            if weights is not None:
-                losses = weights.values[:, None] * losses
-            divisor = labels.numel()
+            expected = float(F.binary_cross_entropy_with_logits(logits.double(), labels.double()))
         else:
             losses, labels = self._cross_entropies(logits, labels)  # [items]
             divisor = len(losses)
@@ -185,8 +181,8 @@ class LossTrial:
                 of_labels = weights.values[labels]
                 losses = of_labels * losses
                 divisor = of_labels.sum() if weights.divides else divisor
+            expected = losses.sum() / divisor
 
-        expected = losses.sum() / divisor
         tolerance = TOLERANCE if weights is None else WEIGHTED_TOLERANCE
         if loss.dtype.itemsize < 4:
             tolerance = HALF_PRECISION_TOLERANCE
@@ -209,14 +205,6 @@ class LossTrial:
     def _model_outputs(self, batch: Mapping[str, Any]) -> Any:
         with probing(self._task.model):
             return self._task.model(**self._task.model_inputs(batch))
-
-
-def binary_terms(logits: torch.Tensor, labels: torch.Tensor) -> np.ndarray:
-    """The unweighted losses of labels that are 0, and of those that are 1; float64 `[2, rows, classes]`."""
-    logits = logits.double()
-    labels = labels.double()
-    terms = torch.stack([(1 - labels) * F.softplus(logits), labels * F.softplus(-logits)])
-    return terms.cpu().numpy()
 
 
 def _far_apart(outputs: Any) -> ModelOutput:
@@ -249,27 +237,3 @@ def _of_classes(trial: LossTrial) -> ClassWeights | None:
         values[label] = (of_first.sum() - loss * len(of_first)) / difference
 
     return ClassWeights(values, divides=True)
-
-
-def _of_binary_labels(trial: LossTrial) -> ClassWeights | None:
-    """From the equations of batches in which one label of a class is 1, in some rows or in all."""
-    zeros = torch.zeros_like(trial.labels)
-    patterns = [zeros]
-    for label in range(trial.classes):
-        everywhere = zeros.clone()
-        everywhere[:, label] = 1
-        somewhere = zeros.clone()
-        somewhere[: len(zeros) // 2, label] = 1
-        patterns += [everywhere, somewhere]
-
-    equations = []
-    totals = []
-    for pattern in patterns:
-        loss, logits, labels = trial.call(pattern)
-        equations.append(binary_terms(logits, labels).sum(axis=1).ravel())
-        totals.append(float(loss) * labels.numel())
-
-    solution, _, rank, _ = np.linalg.lstsq(np.array(equations), np.array(totals))
-    if rank < 2 * trial.classes:
-        return None
-    return ClassWeights(solution.reshape(2, trial.classes))

@@ -77,11 +77,8 @@ class RowLosses:
             return self._squares(outputs, inputs)
         logits, labels = self._task.predictions(outputs, inputs)
         logits = logits.float()
-        weights = None if form.weights is None else form.weights.of(labels)
         if form.kind == "multi_label":
-            losses = F.binary_cross_entropy_with_logits(
-                logits, labels.float(), weights, reduction="none"
-            )
+            losses = F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none")
             return _added_up(losses, torch.ones_like(losses))
 
         if logits.shape[:-1] != labels.shape:
@@ -93,7 +90,8 @@ class RowLosses:
             label_smoothing=form.label_smoothing,
         ).view_as(labels)
         counted = labels.ne(IGNORE_INDEX).float()
-        if weights is not None:
+        if form.weights is not None:
+            weights = form.weights.of(labels)
             losses = weights * losses
             if form.weights.divides:
                 counted = weights

@@ -37,8 +37,8 @@ class StepObjective:
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
     trained: Sequence[int]  # layers that it depends on at some step of the run
-    # Whether the weights of the layer losses are known before the forward pass.
-    is_linear: bool = True
+    # (device) -> the weights of the layer losses `[L]` there, where they are known before the forward pass.
+    weights: Callable[[torch.device], torch.Tensor] | None = None
 
 
 class Objective:

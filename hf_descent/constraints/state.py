@@ -111,12 +111,13 @@ class DualState:
         """What this step minimises."""
         trained = self.trained_layers
         if self.inactive(step):
-            return StepObjective(_last_loss, [self.num_layers], trained)
+            return StepObjective(_last_loss, [self.num_layers], trained, self._weight_of_last)
         if not self.objective.is_linear:
-            return StepObjective(self._penalised, trained, trained, is_linear=False)
+            return StepObjective(self._penalised, trained, trained)
 
         weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
-        return StepObjective(partial(self._weighted_sum, step=step), weighted, trained)
+        value = partial(self._weighted_sum, step=step)
+        return StepObjective(value, weighted, trained, partial(self._weights_on, step=step))
 
     def _weighted_sum(
         self, layer_losses: torch.Tensor, share: torch.Tensor, step: int
@@ -128,6 +129,18 @@ class DualState:
             weights = weights[self._trained]
             layer_losses = layer_losses[self._trained_on_device]
         return (on_device(weights, layer_losses.device) * layer_losses).sum()
+
+    def _weights_on(self, device: torch.device, step: int) -> torch.Tensor:
+        """The weights `[L]` in `_weighted_sum`, on a device."""
+        weights = np.zeros(self.num_layers)
+        weights[self._trained] = self.layer_weights(step)[self._trained]
+        return on_device(weights, device)
+
+    def _weight_of_last(self, device: torch.device) -> torch.Tensor:
+        """The weights `[L]` of f_L alone, on a device."""
+        weights = np.zeros(self.num_layers)
+        weights[-1] = 1.0
+        return on_device(weights, device)
 
     def _penalised(self, layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         # Divided by its share, a part is the micro-batch's own mean.

@@ -232,16 +232,16 @@ class TiledLosses:
         def read_layers(read, outputs, hidden_states):
             for layer, hidden in enumerate(hidden_states, start=1):
                 _require_gradient(layer, hidden, objective, self.readout)
-            # The weights of a linear objective are its gradient anywhere; those of a penalty need the losses first.
-            parts = torch.zeros(self.num_layers, device=share.device)
-            if not objective.is_linear:
+            if objective.weights is None:
                 with torch.no_grad():
-                    parts = read(tokens).sums / divisor
-            parts = parts.detach().requires_grad_()  # [layers]
-            weights = torch.autograd.grad(objective.value(parts, share), parts)[0]
+                    parts = read(tokens).sums / divisor  # [layers]
+                parts.requires_grad_()
+                (weights,) = torch.autograd.grad(objective.value(parts, share), parts)
+            else:
+                weights = objective.weights(share.device)
             losses = read(
                 tokens,
-                weights,
+                weights,  # [layers]
                 num_items=divisor,
                 value_only=unweighted,
                 token_statistics=self._token_statistics,

@@ -46,9 +46,8 @@ def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -
     Returns what `function` returns, once per layer; its tensors are parts of those of all layers. Raises whatever
     `function` raises under `vmap`: it can neither read values nor branch on them.
     """
-    leaves = [pytree.tree_flatten(output) for output in layer_outputs]
-    structure = leaves[0][1]
-    columns = list(zip(*(values for values, _ in leaves)))  # one for each leaf, over the layers
+    structure = pytree.tree_structure(layer_outputs[0])
+    columns = list(zip(*map(_leaves, layer_outputs)))  # one for each leaf, over the layers
     # What all layers hand on, such as the position bias of T5, stays one tensor.
     stacks = [_is_stacked(column) for column in columns]
     inputs = [torch.stack(column) for column, stacked in zip(columns, stacks) if stacked]
@@ -70,6 +69,8 @@ def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -
 
     # `made` has the places of the tensors, and what is none.
     values, structure = made
+    if structure.is_leaf() and all_results:  # a tensor, such as a loss
+        return list(all_results[0].unbind())
     are_tensors = [isinstance(value, torch.Tensor) for value in values]
     results = []
     for own in zip(*(tensor.unbind() for tensor in all_results)):
@@ -110,6 +111,13 @@ def bytes_of(tree: Any) -> int:
         for tensor in tensors(tree)
         if tensor.is_floating_point()
     )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """What nested containers hold, in order."""
+    if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
+        return [tree]
+    return pytree.tree_leaves(tree)
 
 
 def _is_stacked(column: Sequence[Any]) -> bool:

@@ -33,6 +33,11 @@ class LabelledTokens(NamedTuple):
     # [layers - 1, sampled], or [1, sampled] for all, in `rows`; `None`: all of them.
     samples: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> "LabelledTokens":
+        """The same on a device."""
+        samples = None if self.samples is None else self.samples.to(device)
+        return LabelledTokens(self.rows.to(device), self.targets.to(device), samples)
+
 
 def labelled_tokens(
     labels: torch.Tensor,
@@ -122,7 +127,7 @@ def tiled_layer_losses(
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
     here = tokens.rows.device
     there = head.weight.device
-    tokens = LabelledTokens(*map_tensors(lambda tensor: tensor.to(there), tuple(tokens)))
+    tokens = tokens.to(there)
     num_tokens = len(tokens.rows)
     trains = weights is not None and torch.is_grad_enabled()
     if workspace is None:
@@ -150,16 +155,9 @@ def tiled_layer_losses(
         with torch.no_grad():
             weighted = [group for group in groups if group.coefficients is not None]
             value = sum((group.coefficients * group.losses.sum(1)).sum() for group in weighted)
-        rows = [None] * len(hidden_states)
-        for group in weighted:
-            if group.gradient is not None:
-                shared = _GroupGradient(group.gradient)
-                for place, layer in enumerate(group.layers):
-                    rows[layer] = _RowGradient(
-                        shared, place, group.rows[place], hidden_states[layer]
-                    )
+        of_hidden = _hidden_gradients(weighted, hidden_states)
         objective = _KnownGradients.apply(
-            value, rows, reader.gradients, *hidden_states, *reader.parameters
+            value, of_hidden, reader.gradients, *hidden_states, *reader.parameters
         )
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
         items = max(num_tokens, 1) if num_items is None else num_items
@@ -172,7 +170,9 @@ def tiled_layer_losses(
     if documents is not None:
         numbers, count = documents
         of_rows = _document_sums(groups, numbers.to(there), tokens.rows, count)
-    values = map_tensors(lambda tensor: tensor.to(here), (sums, statistics, *of_rows))
+    values = (sums, statistics, *of_rows)
+    if here != there:
+        values = map_tensors(lambda tensor: tensor.to(here), values)
     return HeadLosses(objective, *values)
 
 
@@ -220,9 +220,10 @@ def _set_coefficients(groups, weights, num_tokens, value_only, head_loss) -> tor
     """Gives the groups that are trained their coefficients; returns the unit in which they are, a scalar tensor."""
     *inner, last = groups
     trained = [group for group in inner if group.layers[0] + 1 not in value_only]
+    by_layer = weights.unbind()
     # Each token of a sample stands for several.
     spread = [
-        torch.stack([weights[index] for index in group.layers])
+        torch.stack([by_layer[index] for index in group.layers])
         * (num_tokens / max(group.num_tokens, 1))
         for group in trained
     ]
@@ -253,6 +254,25 @@ def _sums(groups, is_sampled) -> torch.Tensor:
         sums.update(zip(group.layers, of_group.unbind()))
 
     return torch.stack([*(sums[index] for index in sorted(sums)), of_last])
+
+
+def _hidden_gradients(
+    groups: list[LayerGroup], hidden_states: Sequence[torch.Tensor]
+) -> "list[_WholeGradient | _RowGradient | None]":
+    """What gives each hidden state its gradient, where the groups have one."""
+    gradients = [None] * len(hidden_states)
+    for group in groups:
+        if group.gradient is None:
+            continue
+        shared = _GroupGradient(group.gradient)
+        for place, layer in enumerate(group.layers):
+            hidden = hidden_states[layer]
+            if group.is_whole:
+                gradients[layer] = _WholeGradient(shared, place, hidden)
+            else:
+                gradients[layer] = _RowGradient(shared, place, hidden, group.rows[place])
+
+    return gradients
 
 
 @torch.no_grad()
@@ -286,57 +306,70 @@ def _document_sums(
 
 
 class _GroupGradient:
-    """The gradients of a group of hidden states at some of their rows, `[layers, tokens, hidden]`."""
+    """The gradients of a group of hidden states, one for each, `[tokens, hidden]`."""
 
     def __init__(self, values: torch.Tensor):
-        self.values = values
         self.zero = values.new_zeros(())
-        self._is_scaled = False
+        self._values = values  # [layers, tokens, hidden]
+        self._scaled: Sequence[torch.Tensor] | None = None
 
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply all of them by the incoming gradient, once."""
-        if not self._is_scaled:
-            self.values = _scaled(self.values, factor)
-            self._is_scaled = True
+    def scaled(self, factor: torch.Tensor) -> Sequence[torch.Tensor]:
+        """All of them, multiplied by the incoming gradient, which is one."""
+        if self._scaled is None:
+            self._scaled = _scaled(self._values, factor).unbind()
+            self._values = None
+        return self._scaled
+
+
+class _WholeGradient:
+    """The gradient of one hidden state at all of its positions."""
+
+    def __init__(self, group: _GroupGradient, place: int, hidden: torch.Tensor):
+        self.group = group
+        self.place = place
+        self.device = hidden.device
+
+    def expected(self, factor: torch.Tensor, hidden_shape: torch.Size) -> torch.Tensor:
+        """The gradient `[batch, seq, hidden]`."""
+        return self.group.scaled(factor)[self.place].view(hidden_shape).to(self.device)
 
 
 class _RowGradient:
     """The gradient of one hidden state, held at some rows until autograd comes to that state, so that no two layers
     have one of full size at once."""
 
-    def __init__(self, group: _GroupGradient, place: int, rows: torch.Tensor, hidden: torch.Tensor):
+    def __init__(self, group: _GroupGradient, place: int, hidden: torch.Tensor, rows: torch.Tensor):
         self.group = group
         self.place = place
-        self.rows = rows.to(hidden.device)
         self.device = hidden.device
-        self.is_expected = False
+        self.rows = rows.to(self.device)
+        self.gradient: torch.Tensor | None = None  # [tokens, hidden], once it is expected
         if hidden.requires_grad:
             hidden.register_hook(self.add)
 
     def expected(self, factor: torch.Tensor, hidden_shape: torch.Size) -> torch.Tensor:
         """Zeros `[batch, seq, hidden]` without memory, to which `add` will add."""
-        self.group.scale(factor)
-        self.is_expected = True
+        self.gradient = self.group.scaled(factor)[self.place]
         return self.group.zero.to(self.device).expand(hidden_shape)
 
     def add(self, grad: torch.Tensor) -> torch.Tensor | None:
         """The gradient `[batch, seq, hidden]` that came from elsewhere, with this one."""
-        if not self.is_expected:  # the backward pass of something else
+        if self.gradient is None:  # the backward pass of something else
             return None
-        gradient = self.group.values[self.place].to(self.device)
+        gradient = self.gradient.to(self.device)
         self.group = None
-        self.is_expected = False
+        self.gradient = None
         return grad.flatten(0, -2).index_add(0, self.rows, gradient).view(grad.shape)
 
 
 class _KnownGradients(torch.autograd.Function):
-    """Gives `value` the gradients that were computed beside it: of hidden states by `rows`, then of parameters."""
+    """Gives `value` the gradients that were computed beside it: those `of_hidden` states, then of parameters."""
 
     @staticmethod
-    def forward(ctx, value, rows, gradients, *tensors):
-        ctx.rows = rows
+    def forward(ctx, value, of_hidden, gradients, *tensors):
+        ctx.of_hidden = of_hidden
         ctx.gradients = gradients
-        ctx.shapes = [tensor.shape for tensor in tensors[: len(rows)]]
+        ctx.shapes = [tensor.shape for tensor in tensors[: len(of_hidden)]]
         return value.clone()
 
     @staticmethod
@@ -348,11 +381,12 @@ class _KnownGradients(torch.autograd.Function):
             )
 
         gradients = ctx.gradients
-        ctx.gradients = None
-        hidden = [None] * len(ctx.rows)
-        for index, row in enumerate(ctx.rows):
-            if row is not None:
-                hidden[index] = row.expected(grad_value, ctx.shapes[index])
+        of_hidden = ctx.of_hidden
+        ctx.gradients = ctx.of_hidden = None
+        hidden = [None] * len(of_hidden)
+        for index, gradient in enumerate(of_hidden):
+            if gradient is not None:
+                hidden[index] = gradient.expected(grad_value, ctx.shapes[index])
 
         for index, gradient in enumerate(gradients):
             if gradient is not None:

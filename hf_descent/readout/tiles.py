@@ -16,6 +16,9 @@ DEFAULT_TILE_ELEMENTS = 2**27
 # Elementwise work inside a tile goes by slices that stay in a core's cache: 1 MB of float32.
 SLICE_ELEMENTS = {"cpu": 2**18}
 DEFAULT_SLICE_ELEMENTS = 2**26
+# Layers read at this share of their positions are handled whole, by a few kernels for all of them: their rows alone
+# would take almost as much memory.
+MOST_POSITIONS = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +80,23 @@ class LayerGroup:
     # [layers], the weight of each token up to a factor that all share; `None`: values only.
     coefficients: torch.Tensor | None = None
     losses: torch.Tensor | None = None  # [layers, tokens]
-    gradient: torch.Tensor | None = None  # [layers, tokens, hidden]
+    # [layers, tokens, hidden]; of one that `is_whole` [layers, positions, hidden]
+    gradient: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Of one layer."""
         return len(self.rows[0])
+
+    @property
+    def num_positions(self) -> int:
+        """Of one layer, those that are not read included."""
+        return math.prod(self.hidden[0].shape[:-1])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers are read at the same rows, which are nearly all that a hidden state has."""
+        return self.part is None and self.num_tokens >= MOST_POSITIONS * self.num_positions
 
 
 class TiledReader:
@@ -129,17 +143,9 @@ class TiledReader:
         """Fill in the losses of a group and, where it has coefficients, the gradients; of a single layer the
         `entropies` and `hits` `[tokens]`, where given."""
         trains = self.trains and group.coefficients is not None
+        with torch.no_grad():
+            inputs = self._states(group)  # [group tokens, hidden]
         with torch.set_grad_enabled(trains):
-            states = [
-                hidden.detach()
-                .flatten(0, -2)
-                .index_select(0, rows.to(hidden.device))
-                .to(self.device)
-                for hidden, rows in zip(group.hidden, group.rows)
-            ]
-            # [group tokens, hidden]; one layer needs no copy
-            inputs = states[0] if len(states) == 1 else torch.cat(states)
-            del states
             # A norm with a device of its own is moved to by accelerate's hook.
             normed = self.norm(inputs.requires_grad_(trains)).to(self.device)
 
@@ -164,9 +170,22 @@ class TiledReader:
                 normed, [inputs, *self.norm_parameters], x_grad.to(normed.dtype)
             )
             # As wide as the states: a projection before the head may make them narrower.
-            group.gradient = gradient.view(*group.losses.shape, inputs.shape[1])
+            gradient = gradient.view(*group.losses.shape, inputs.shape[1])
+            group.gradient = _at_all_positions(gradient, group) if group.is_whole else gradient
             for total, own in zip(self.gradients[2:], of_norm):
                 total.add_(own)
+
+    def _states(self, group: LayerGroup) -> torch.Tensor:
+        """The hidden states of a group at its rows, one layer after the other; `[group tokens, hidden]`."""
+        if group.is_whole and len(group.layers) > 1:
+            states = torch.stack([hidden.to(self.device) for hidden in group.hidden])
+            return states.flatten(1, -2).index_select(1, group.rows[0]).flatten(0, 1)
+
+        states = [
+            hidden.flatten(0, -2).index_select(0, rows.to(hidden.device)).to(self.device)
+            for hidden, rows in zip(group.hidden, group.rows)
+        ]
+        return states[0] if len(states) == 1 else torch.cat(states)
 
     def _tile(self, x, targets, losses, coefficients, x_grad, entropies, hits):
         logits = self.workspace.tile(len(x), len(self.weight), x.dtype, x.device)  # [rows, vocab]
@@ -230,6 +249,15 @@ def _empty_gradient(parameter: torch.Tensor | None) -> torch.Tensor | None:
     if parameter is None or not parameter.requires_grad:
         return None
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+def _at_all_positions(gradient: torch.Tensor, group: LayerGroup) -> torch.Tensor:
+    """The gradients of the whole hidden states of a group `[layers, positions, hidden]`, from those at its rows."""
+    if group.num_tokens == group.num_positions:  # the rows are in order
+        return gradient
+    whole = gradient.new_zeros(len(gradient), group.num_positions, gradient.shape[2])
+    whole[:, group.rows[0]] = gradient
+    return whole
 
 
 def _parts(column: torch.Tensor | None, count: int) -> list[torch.Tensor | None]:

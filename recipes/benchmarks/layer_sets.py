@@ -38,6 +38,7 @@ from hf_descent.early_exit.layer_sets import layers_in, spans
 RESULTS = Path(__file__).parent / "results" / "layer_sets.jsonl"
 BATCH = 8
 FEWEST_LABELS = 4
+TEXTS = 20
 
 
 def rows_of(file: Path, tokenizer, count: int, length: int) -> list[dict]:
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace, layers: list[int]) -> dict:
     tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in tests)
     result = {**measured(models, tests), "tokens": tokens, "seconds": seconds}
     if options.text:
-        rows = text_rows(Path(options.text), tokenizer, options.test_rows, options.length)
+        rows = text_rows(Path(options.text), tokenizer, TEXTS, options.length)
         result["text"] = with_perplexity(measured(models, batches_of(rows, collator)))
     return result
 

@@ -913,20 +913,27 @@ def one_model_each(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
 
 def layer_sets() -> str:
     """Language models with some of their layers, before and after healing; of other texts the perplexity."""
+    runs = sorted(lines_of("layer_sets.jsonl"), key=_order_of_layer_set)
+    header = ["model", "layers", "number", "steps of healing", "minutes of one core"]
+    header += ["loss, whole model = 1, before", "after healing"]
+    header += ["same token, before", "same token, after"]
+    has_texts = any("text" in run for run in runs)
+    if has_texts:
+        header += ["perplexity, whole model", "perplexity, after"]
+
     rows = []
-    for run in sorted(lines_of("layer_sets.jsonl"), key=_order_of_layer_set):
+    for run in runs:
         settings = run["settings"]
         layers = script("layer_sets").layers_in(settings["layers"])
         cells = [HEALED_MODELS[settings["model"]], f"{settings['layers']} kept", str(len(layers))]
         cells += [str(settings["steps"]), f"{run['seconds'] / 60:.0f}"]
         for name in ("ratio", "agreement"):
             cells += [_of_set(run, when, name) for when in ("before", "after")]
-        cells += [_of_set(run.get("text", {}), when, "perplexity") for when in ("whole", "after")]
+        if has_texts:
+            texts = run.get("text", {})
+            cells += [_of_set(texts, when, "perplexity") for when in ("whole", "after")]
         rows.append(cells)
-    header = ["model", "layers", "number", "steps of healing", "minutes of one core"]
-    header += ["loss, whole model = 1, before", "after healing"]
-    header += ["same token, before", "same token, after"]
-    return markdown([*header, "perplexity, whole model", "perplexity, after"], rows)
+    return markdown(header, rows)
 
 
 HEALED_MODELS = {"smollm2-135m": "SmolLM2 135M", "gemma-3-270m": "Gemma 3 270M"}

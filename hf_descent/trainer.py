@@ -29,7 +29,7 @@ from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .evaluation.price import with_paired
-from .evaluation.side_by_side import SideBySide
+from .evaluation.side_by_side import SideBySide, is_plain_folder
 from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
 from .losses.chance import chance_of
@@ -44,6 +44,7 @@ from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results
 from .training.compared_runs import earlier_last_layer, plain_profile_beside, plain_profile_on
 from .training.evaluation_sets import name_of_set, rows_of, set_of_metric
+from .training.origin import origin_of
 from .training.plain_arm import train_both
 from .training.records import Evaluation, RunRecord, StepTotals, items_of_step
 from .training.run import DescentRun
@@ -414,7 +415,7 @@ class DescentMixin:
         if id(rows) in known:
             return known[id(rows)][1]
         plain = plain_profile_on(
-            self, dataset, self._held_out, self._run.has_started, self._readout
+            self, dataset, self._held_out, self._run.record.origin, self._readout
         )
         if name_of_set(self.eval_dataset, dataset) is not None:
             known[id(rows)] = (rows, plain)
@@ -628,7 +629,7 @@ class DescentMixin:
         overlaps_training = self._overlaps_training(rows)
         profile.facts = evaluation.facts_of(run.judge, profile.problem, overlaps_training)
         profile.facts["reads_one_token"] = self._reads_one_token
-        plain = plain_profile_beside(self, profile, rows, run.has_started, self._readout)
+        plain = plain_profile_beside(self, profile, rows, run.record.origin, self._readout)
         if plain is not None:
             profile.keep_plain(plain)
 
@@ -665,7 +666,7 @@ class DescentMixin:
         ValueError where the objective is plain training already, the model is sharded, `optimizers` were given, or as
         of `train` and [`evaluate_layers`].
         """
-        arms = train_both(self, resume_from_checkpoint, eval_dataset, settings)
+        arms = train_both(self, resume_from_checkpoint, eval_dataset, settings, self._readout)
         rows = rows_of(self.eval_dataset, eval_dataset)
         if not arms.plain.gamma:  # `evaluate` is without noise
             self._run.record.plain_profiles[id(rows)] = (rows, arms.plain)
@@ -685,7 +686,10 @@ class DescentMixin:
         searched = "searched" in self.command
         if self._run.record.searched:
             searched = True
-        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched), self)
+        # Plain training by itself reads nothing for this: it is Trainer's own.
+        reads_rows = self._kind.trains_layers or is_plain_folder(self.args.output_dir)
+        origin = origin_of(self, self._readout, checkpoint, reads_rows)
+        self._run = DescentRun(RunRecord(checkpoint, time.time(), searched, origin), self)
 
         preparation.note_readout(self.model, self._readout)
         preparation.make_ready_for_ddp(self, self._readout)

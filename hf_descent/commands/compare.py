@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ..evaluation.comparison import Run, compare
 from ..evaluation.plots import save_comparison
-from ..evaluation.side_by_side import SideBySide, seconds_in
+from ..evaluation.side_by_side import SideBySide, known_difference, seconds_in
 from ..runs import RunFolder
 from .closing import next_step
 
@@ -66,8 +66,15 @@ def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySid
         return []
 
     seconds = (seconds_in(plain.folder), seconds_in(other.folder))
+    difference = known_difference(other.summary.get("origin"), plain.summary.get("origin"))
     return [
-        SideBySide(plain.profiles[gamma], other.profiles[gamma], other.objective.name, seconds)
+        SideBySide(
+            plain.profiles[gamma],
+            other.profiles[gamma],
+            other.objective.name,
+            seconds,
+            difference,
+        )
         for gamma in sorted(plain.profiles.keys() & other.profiles.keys())
         if plain.profiles[gamma].data == other.profiles[gamma].data
     ]

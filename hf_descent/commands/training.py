@@ -17,7 +17,7 @@ from ..loading import ADAPTER
 from ..readout.tape import assigned
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
-from ..training.plain_arm import is_finished, plain_arm, where_to_go_on
+from ..training.plain_arm import is_finished, plain_arm, plain_checkpoint, where_to_go_on
 from .arguments import absolute
 from .closing import after_training, closing_lines
 
@@ -85,10 +85,10 @@ def train_and_report(
         _print_once(trainer, arm(resume))
         return
 
-    if not (resume and is_finished(trainer)):
+    if not is_finished(trainer, resume):
         with plain_arm(trainer):
             _print_once(trainer, f"Plain training, in {trainer.args.output_dir}\n")
-            arm(where_to_go_on(trainer, bool(resume)))
+            arm(plain_checkpoint(trainer, resume))
 
     _print_once(trainer, f"\nTraining with the objective {trainer.args.objective!r}\n")
     closing = arm(where_to_go_on(trainer, resume))

@@ -99,13 +99,15 @@ class LayerProfile(Result):
 
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
         """The verdict: what each constraint asked, and whether it is met; `facts` as for [`certify`], in place
-        of the profile's. ValueError without a problem."""
+        of the profile's. ValueError without a problem, or where the profile `plain` is of other data."""
         if self.problem is None:
             raise ValueError(
                 "The profile has no constraints to judge: it was measured without `problem` or by an earlier version, "
                 "or the loss at chance is not known. Measure it again, with `problem`."
             )
 
+        if isinstance(facts.get("plain"), LayerProfile):
+            self.check_same_data(facts["plain"])
         known = {"references": self.references, "whole_batches": self.whole_batches}
         known.update(self.facts)
         known.update(facts)
@@ -118,6 +120,14 @@ class LayerProfile(Result):
             items=self.items,
             **known,
         )
+
+    def check_same_data(self, other: "LayerProfile") -> None:
+        """ValueError for a profile of other examples, in other batches or at another noise level."""
+        if (other.data, other.gamma) != (self.data, self.gamma):
+            raise ValueError(
+                "The two profiles are not of the same examples in the same batches, at one noise level: measure both "
+                "alike."
+            )
 
     def keep_plain(self, plain: "LayerProfile") -> None:
         """Have verdicts on this profile tell the price beside plain training, whose profile on the same data this

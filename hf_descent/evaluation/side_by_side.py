@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
 
 from ..configs import DescentArguments
 from ..constraints.objectives import objective_class
@@ -17,10 +18,21 @@ from .profiles import LayerProfile
 from .scoring import format_table
 
 
+logger = logging.get_logger(__name__)
+
 # A run's folder of plain training. Its name begins so that neither Trainer nor `hf-descent card` uploads it.
 PLAIN_FOLDER = "_plain"
 # Of this package's arguments those that plain training depends on, too.
 OF_THE_INPUT = {"noise_gamma", "noise_sigma"}
+# How the texts begin that stand for training rows which cannot be compared.
+UNREAD = "unread-"
+# What a training starts from, as `descent_config.json` names it, and what another one starts from.
+ORIGIN = {
+    "weights": "other weights before training",
+    "rows": "other training rows",
+    "readout": "another readout",
+    "loss": "another loss",
+}
 
 
 @dataclass
@@ -32,19 +44,18 @@ class SideBySide:
         trained ([`LayerProfile`]): of training with another objective, from the same start.
         objective (`str`): that objective.
         seconds (`tuple`): how long plain training and the other took; `None` for one where it is not known.
+        difference (`str`, *optional*): what plain training is known to have had beside another objective, such as
+            other training rows.
     """
 
     plain: LayerProfile
     trained: LayerProfile
     objective: str = "descent"
     seconds: tuple[float | None, float | None] = (None, None)
+    difference: str | None = None
 
     def __post_init__(self):
-        if self.plain.data != self.trained.data or self.plain.gamma != self.trained.gamma:
-            raise ValueError(
-                "The two profiles are not of the same examples in the same batches, at one noise level: measure both "
-                "alike."
-            )
+        self.trained.check_same_data(self.plain)
 
     @property
     def price(self) -> float:
@@ -80,13 +91,17 @@ class SideBySide:
     @property
     def tables(self) -> str:
         """The layers of both side by side, and the verdict."""
-        table = format_table(self._table())
+        lines = [format_table(self._table()), *self._times()]
+        if self.difference is not None:
+            lines.append(
+                f"Plain training had {self.difference}: the price is not that of the constraints alone."
+            )
         verdict = self.certificate
         if verdict is None:
-            return "\n".join([table, *self._times(), f"{self._price}."])
+            return "\n".join([*lines, f"{self._price}."])
         met = self.plain_certificate.verdicts.count(MET)
         plainly = f"Plain training meets {met} of these {len(verdict.rows)} constraints."
-        return "\n".join([table, *self._times(), str(verdict), plainly])
+        return "\n".join([*lines, str(verdict), plainly])
 
     def __str__(self) -> str:
         return f"{self.tables}\n{self.headline}"
@@ -114,13 +129,64 @@ class SideBySide:
         return table
 
 
+def plain_folder(output_dir: str) -> str:
+    """Where plain training lies beside the run in `output_dir`."""
+    return os.path.join(output_dir, PLAIN_FOLDER)
+
+
+def is_plain_folder(output_dir: str) -> bool:
+    """Whether a folder is that of plain training beside another run."""
+    return os.path.basename(os.path.normpath(output_dir)) == PLAIN_FOLDER
+
+
 def plain_profiles(folder: str, summary: Mapping[str, Any]) -> list[LayerProfile]:
-    """The profiles of the plain run beside the run in `folder`; none where there is no such run, or where its settings
-    are not those in the run's `summary`."""
-    plain = RunFolder(os.path.join(folder, PLAIN_FOLDER))
-    if not plain.path.is_dir() or not differ_in_objective_alone(summary, plain.summary):
+    """The profiles of the plain run beside the run in `folder`; none where there is no such run, or where it is not
+    known to be trained as the run of `summary` was."""
+    plain = RunFolder(plain_folder(folder))
+    if not plain.path.is_dir() or not is_plain_run_of(summary, plain):
         return []
     return plain.results(LayerProfile, "layer_profile*")
+
+
+def is_plain_run_of(summary: Mapping[str, Any], plain: RunFolder) -> bool:
+    """Whether a folder tells of plain training with the settings of the run of `summary`, from the same weights and on
+    the same rows. The log says why not where its settings are the same."""
+    other = plain.summary
+    if not differ_in_objective_alone(summary, other):
+        return False
+    why = unlike(summary.get("origin"), other.get("origin"))
+    if why is not None:
+        logger.warning_once(f"{plain.path} is not compared with: {why}.")
+    return why is None
+
+
+def unlike(origin: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str | None:
+    """Why two trainings cannot be compared by what they started from, each as `descent_config.json` has it; `None`
+    where they can."""
+    if not origin or not other:
+        return (
+            "what one of the two trainings started from was not recorded, as in earlier versions; "
+            "`train_with_plain()` makes both anew"
+        )
+    another = known_difference(origin, other)
+    if another is not None:
+        return f"it had {another}"
+    for name, another in ORIGIN.items():
+        if origin.get(name) is None or origin[name] != other.get(name):
+            return f"whether it had {another} is not known"
+    return None
+
+
+def known_difference(
+    origin: Mapping[str, Any] | None, other: Mapping[str, Any] | None
+) -> str | None:
+    """What the training of `other` is known to have had in place of that of `origin`; `None` where nothing is."""
+    for name, another in ORIGIN.items():
+        texts = {(origin or {}).get(name), (other or {}).get(name)}
+        is_known = not any(text is None or text.startswith(UNREAD) for text in texts)
+        if is_known and len(texts) > 1:
+            return another
+    return None
 
 
 def plain_profile(
@@ -145,14 +211,19 @@ def side_by_side(folder: str) -> list[SideBySide]:
     for profile in run.results(LayerProfile, "layer_profile*"):
         plain = plain_profile(folder, run.summary, profile)
         if plain is not None:
-            seconds = (seconds_in(os.path.join(folder, PLAIN_FOLDER)), seconds_in(folder))
+            seconds = (seconds_in(plain_folder(folder)), seconds_in(folder))
             pairs.append(SideBySide(plain, profile, run.summary["objective"], seconds))
     return pairs
 
 
 def seconds_in(folder: str) -> float | None:
-    """How long the training of a folder took; `None` where its `trainer_state.json` does not tell."""
-    return seconds_of_logs(RunFolder(folder).read(TRAINER_STATE_NAME).get("log_history", []))
+    """How long the training of a folder took; `None` where neither its `descent_config.json` nor its
+    `trainer_state.json` tells."""
+    run = RunFolder(folder)
+    seconds = run.summary.get("train_seconds")
+    if seconds is None:
+        seconds = seconds_of_logs(run.read(TRAINER_STATE_NAME).get("log_history", []))
+    return seconds
 
 
 def seconds_of_logs(logs: Iterable[Mapping[str, Any]]) -> float | None:

@@ -1,7 +1,7 @@
 """Finds what a verdict compares the last layer with, also in a process that has not trained the model."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import Trainer
@@ -11,12 +11,13 @@ from ..evaluation import LayerProfile
 from ..evaluation.price import Reference
 from ..evaluation.profiles import fingerprint_of
 from ..evaluation.side_by_side import of_same_data, plain_profiles
+from ..readout.stack import unwrapped
 from ..runs import RunFolder, training_arguments
 from .chance import drawing_apart
 from .checkpoints import on_first_process
 from .evaluation import settings as evaluation_settings
 from .evaluation_sets import rows_of
-from .origin import fingerprint_of_rows
+from .origin import fingerprint_of_rows, fingerprint_of_weights
 from .preparation import loaded_from
 from .references import LastLayerReferences, references_of
 
@@ -39,27 +40,36 @@ def earlier_last_layer(
     return references_of(summary, fingerprint_of_rows(trainer, rows))
 
 
-def plain_profiles_of(trainer: Trainer, is_trained: bool) -> list[LayerProfile]:
+def plain_profiles_of(
+    trainer: Trainer, origin: Mapping[str, str | None] | None
+) -> list[LayerProfile]:
     """The layer profiles of the plain run beside the run that the trainer's model is from; all processes call it.
 
-    Where this trainer has not trained the model (`is_trained`), that is the run in the folder that the model was
-    loaded from, or one folder above a checkpoint. Else, and where that folder tells of no plain run, it is the run in
-    `output_dir`. Plain runs with other settings than the run's do not count.
+    Where this trainer has trained the model, from `origin`, that is the run in `output_dir`. Else it is the run in the
+    folder that the model was loaded from, or one folder above a checkpoint; or the one in `output_dir`, where that has
+    the weights of this model. Plain runs that are not known to be trained as the run was do not count.
     """
     args = trainer.args
     if args.objective_class.is_plain:
         return []
-    loaded = "" if is_trained else loaded_from(trainer.model)
-    arguments = {"arguments": training_arguments(args)}
+    trained = {"arguments": training_arguments(args), "origin": origin}
+    loaded = loaded_from(trainer.model)
 
     def profiles(output_dir: str) -> list[LayerProfile]:
+        if origin is not None:
+            return plain_profiles(output_dir, trained)
         if os.path.isdir(loaded):
             summary = RunFolder(loaded).summary
             for folder in (loaded, os.path.dirname(os.path.abspath(loaded))):
                 found = plain_profiles(folder, summary)
                 if found:
                     return found
-        return plain_profiles(output_dir, arguments)
+
+        summary = RunFolder(output_dir).summary
+        weights = fingerprint_of_weights(unwrapped(trainer.model))
+        if weights is None or summary.get("weights") != weights:
+            return []
+        return plain_profiles(output_dir, summary)
 
     return on_first_process(args, profiles, args.output_dir)
 
@@ -68,7 +78,7 @@ def plain_profile_on(
     trainer: Trainer,
     dataset: Any,
     held_out: Callable,
-    is_trained: bool,
+    origin: Mapping[str, str | None] | None,
     readout: Callable | None,
 ) -> LayerProfile | None:
     """The profile of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
@@ -78,7 +88,7 @@ def plain_profile_on(
     if not is_one_set or not has_length(rows):
         return None
 
-    profiles = plain_profiles_of(trainer, is_trained)
+    profiles = plain_profiles_of(trainer, origin)
     if not profiles:
         return None
     return _profile_of_same_rows(trainer, profiles, held_out(dataset), readout)
@@ -88,12 +98,12 @@ def plain_profile_beside(
     trainer: Trainer,
     profile: LayerProfile,
     rows: Any,
-    is_trained: bool,
+    origin: Mapping[str, str | None] | None,
     readout: Callable | None,
 ) -> LayerProfile | None:
     """The profile of that plain run on the data and at the noise level of a profile of `rows`; `None` where it was not
     measured there."""
-    profiles = plain_profiles_of(trainer, is_trained)
+    profiles = plain_profiles_of(trainer, origin)
     plain = of_same_data(profiles, profile)
     if plain is not None:
         return plain

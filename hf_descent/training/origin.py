@@ -1,19 +1,108 @@
-"""What tells data sets apart, by their rows: a short text that does not depend on where they lie."""
+"""What a training starts from: its weights and its rows, and what reads and scores the model, in short texts.
+
+Results of two trainings are compared only where these agree. Arguments are not enough: another model, or other rows,
+may be trained by the same arguments in the same folder.
+"""
+
+import hashlib
+import inspect
+import itertools
+import math
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
-from transformers.utils import logging
 
 from ..evaluation.fingerprints import fingerprint_of_tensors
-from ..readout.stack import unwrapped
+from ..evaluation.scoring import name_of
+from ..evaluation.side_by_side import UNREAD
+from ..logs import get_logger
+from ..readout.stack import inner_model, unwrapped
+from ..runs import RunFolder
 from .chance import collated, drawing_apart
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
-SAMPLE = 64  # rows of a data set: two that differ in a twentieth hardly ever agree in all of them
+SAMPLED_ROWS = (
+    64  # of a data set: others that differ in a twentieth hardly ever agree in all of these
+)
+SAMPLED_NUMBERS = 256  # of each tensor
+
+# Data that cannot be compared with others, and the texts that stand for them while this process runs.
+_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+Origin = dict[str, str | None]
+
+
+def origin_of(
+    trainer: Trainer,
+    readout: Callable | None,
+    checkpoint: str | None = None,
+    reads_rows: bool = True,
+) -> Origin:
+    """What a training starts from that begins with the present model, or started from that goes on from a
+    `checkpoint`; `None` for what is not known, and nothing at all where the checkpoint is of an earlier version.
+
+    Where it does not read its rows (`reads_rows=False`), they are not known. After a checkpoint, other rows, another
+    readout or another loss than before are not known either. Data that cannot be compared, such as a stream, are taken
+    for those of the checkpoint.
+    """
+    model = unwrapped(trainer.model)
+    pooling = getattr(getattr(inner_model(model), "config", None), "pooling", None)
+    present = {
+        "weights": fingerprint_of_weights(model),
+        "rows": _rows_of(trainer) if reads_rows else None,
+        "readout": f"{pooling} {_source_of(readout)}",
+        "loss": _source_of(trainer.compute_loss_func),
+    }
+    if checkpoint is None:
+        return present
+
+    saved = RunFolder(checkpoint).summary.get("origin")
+    if not saved:
+        return {}
+    if _is_unread(saved["rows"]) and _is_unread(present["rows"]):
+        _names[trainer.train_dataset] = saved["rows"]
+        present["rows"] = saved["rows"]
+    return _resumed(saved, present, checkpoint)
+
+
+def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
+    """What the training of a checkpoint started from, as it was `saved`, where it goes on as at `present`."""
+    origin = {"weights": saved["weights"]}
+    for name in ("rows", "readout", "loss"):
+        is_as_before = saved[name] == present[name]
+        origin[name] = saved[name] if is_as_before else None
+        if not (is_as_before or saved[name] is None):
+            logger.warning(
+                f"The {name} of this training is not known to be that of {checkpoint}, so no plain run has its price."
+            )
+    return origin
+
+
+def _is_unread(rows: str | None) -> bool:
+    """Whether the text of training rows stands for data that cannot be compared."""
+    return rows is not None and rows.startswith(UNREAD)
+
+
+def _rows_of(trainer: Trainer) -> str | None:
+    """The fingerprint of the training rows, or the name of data that have none; `None` where there is neither."""
+    data = trainer.train_dataset
+    fingerprint = fingerprint_of_rows(trainer, data)
+    if fingerprint is not None:
+        return fingerprint
+    try:
+        return _names.setdefault(data, f"{UNREAD}{uuid.uuid4().hex}")
+    except TypeError:  # no data, or of a kind that keeps no weak references
+        return None
 
 
 def fingerprint_of_rows(trainer: Trainer, data) -> str | None:
@@ -37,8 +126,56 @@ def _fingerprint_of_sample(trainer: Trainer, data) -> str | None:
         # One by one, since padding depends on the other rows of a batch.
         tensors = [
             (f"{len(data)} {name}", value)
-            for row in collated(trainer, data, SAMPLE, batch_size=1)
+            for row in collated(trainer, data, SAMPLED_ROWS, batch_size=1)
             for name, value in row.items()
             if torch.is_tensor(value)
         ]
     return fingerprint_of_tensors(tensors) if tensors else None
+
+
+def fingerprint_of_weights(model: nn.Module) -> str | None:
+    """A short text that differs for other weights, and for modules of other kinds or with other numbers, such as that
+    of dropout. Of each parameter and buffer a sample is read.
+
+    `None` where other processes hold a part of them, or nothing does yet (FSDP, ZeRO-3, the meta device).
+    """
+    sample = []
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        numbers = tensor.data
+        if type(numbers) is not torch.Tensor or numbers.is_meta or not numbers.numel():
+            return None
+        step = math.ceil(numbers.numel() / SAMPLED_NUMBERS)
+        shape = f"{name} {tuple(numbers.shape)} {numbers.dtype}"
+        sample.append((shape, numbers.reshape(-1)[::step]))
+
+    settings = [
+        (name, type(module).__name__, _numbers_of(module)) for name, module in model.named_modules()
+    ]
+    text = f"{settings} {fingerprint_of_tensors(sample)}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """The floating-point attributes of a module, and its tables of such (the scale of an adapter)."""
+    numbers = {}
+    for name, value in vars(module).items():
+        if name.startswith(
+            ("_", "neftune")
+        ):  # the latter is an argument, there while training runs
+            continue
+        parts = list(value.values()) if isinstance(value, dict) else [value]
+        if parts and all(isinstance(part, float) for part in parts):
+            numbers[name] = value
+    return numbers
+
+
+def _source_of(function: Callable | None) -> str:
+    """The name of a function and a digest of its source, where that can be found; "own" for none."""
+    if function is None:
+        return "own"
+    inner = getattr(function, "func", function)  # of a partial
+    try:
+        source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
+    except (OSError, TypeError):
+        source = ""
+    return f"{name_of(function)} {hashlib.sha256(source.encode()).hexdigest()[:16]}"

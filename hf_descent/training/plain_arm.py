@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,13 +12,15 @@ from transformers import Trainer, TrainerCallback
 
 from ..compat import token_counts
 from ..constraints.objectives import PlainTraining
+from ..evaluation.profiles import LayerProfile
 from ..evaluation.side_by_side import (
-    PLAIN_FOLDER,
     SideBySide,
-    differ_in_objective_alone,
-    plain_profile,
+    is_plain_run_of,
+    of_same_data,
+    plain_folder,
     seconds_in,
     seconds_of_logs,
+    unlike,
 )
 from ..logs import get_logger
 from ..readout import random_state
@@ -28,6 +30,7 @@ from ..runs import RunFolder, training_arguments
 from .callbacks import DescentCallback
 from .checkpoints import newest_complete_checkpoint, on_first_process
 from .evaluation import chosen_dataset
+from .origin import origin_of
 
 
 logger = get_logger(__name__)
@@ -58,7 +61,7 @@ def plain_arguments(trainer: Trainer) -> Any:
     """The trainer's arguments for plain training, in a folder below the run's."""
     args = copy.copy(trainer.args)
     args.objective = PlainTraining.name
-    args.output_dir = os.path.join(trainer.args.output_dir, PLAIN_FOLDER)
+    args.output_dir = plain_folder(trainer.args.output_dir)
     args.push_to_hub = False
     args.resume_from_checkpoint = None
     return args
@@ -147,40 +150,41 @@ def _forget_training(trainer: Trainer) -> None:
 
 
 def train_both(
-    trainer: Trainer, resume: str | bool | None, eval_dataset: Any, settings: Mapping[str, Any]
+    trainer: Trainer,
+    resume: str | bool | None,
+    eval_dataset: Any,
+    settings: Mapping[str, Any],
+    readout: Callable | None,
 ) -> SideBySide:
     """See [`DescentMixin.train_with_plain`]."""
     check_can_train_twice(trainer)
     chosen_dataset(trainer.eval_dataset, eval_dataset)  # raises now what it would after training
 
-    if not (resume and is_finished(trainer)):
+    plain = None
+    if not is_finished(trainer, resume, readout):
         with plain_arm(trainer):
             logger.info(f"Plain training comes first, in {trainer.args.output_dir}.")
-            trainer.train(where_to_go_on(trainer, bool(resume)))
+            trainer.train(plain_checkpoint(trainer, resume, readout))
             trainer.save_model()
             trainer.save_state()
-            profile = trainer.evaluate_layers(eval_dataset, **settings)
+            plain = trainer.evaluate_layers(eval_dataset, **settings)
             if trainer.is_world_process_zero():
-                RunFolder(trainer.args.output_dir).write(
-                    {f"layer_profile{profile.ending}": profile}
-                )
+                RunFolder(trainer.args.output_dir).write({f"layer_profile{plain.ending}": plain})
             trainer.accelerator.wait_for_everyone()
 
     trainer.train(where_to_go_on(trainer, resume))
     profile = trainer.evaluate_layers(eval_dataset, **settings)
-    summary = {"arguments": training_arguments(trainer.args)}
-    plain = plain_profile(trainer.args.output_dir, summary, profile)
-
+    folder = plain_folder(trainer.args.output_dir)
+    if plain is None:  # finished before
+        measured = RunFolder(folder).results(LayerProfile, "layer_profile*")
+        plain = of_same_data(measured, profile)
     if plain is None:
         raise ValueError(
             "The finished plain run was measured on other examples: remove its folder "
-            f"{os.path.join(trainer.args.output_dir, PLAIN_FOLDER)!r}, and resume."
+            f"{folder!r}, and resume."
         )
 
-    seconds = (
-        seconds_in(os.path.join(trainer.args.output_dir, PLAIN_FOLDER)),
-        seconds_of_logs(trainer.state.log_history),
-    )
+    seconds = (seconds_in(folder), seconds_of_logs(trainer.state.log_history))
     return SideBySide(plain, profile, trainer.args.objective, seconds)
 
 
@@ -198,15 +202,55 @@ def _newest_checkpoint(folder: str) -> str | None:
     return None
 
 
-def is_finished(trainer: Trainer) -> bool:
-    """Whether the folder of the trainer's plain training holds the results of one with the same settings."""
-    settings = {"arguments": training_arguments(trainer.args)}
+def plain_checkpoint(
+    trainer: Trainer, resume: str | bool | None, readout: Callable | None = None
+) -> str | None:
+    """What `train` takes to resume the plain arm, which the trainer is set to: its newest complete checkpoint, where
+    it started as the arm does that comes next."""
+    checkpoint = where_to_go_on(trainer, bool(resume))
+    if not checkpoint:
+        return None
+
+    before = origin_of(trainer, readout, checkpoint)
+    present = origin_of(trainer, readout)
+
+    def difference(_: str) -> str | None:
+        return unlike(before, present)
+
+    why = on_first_process(trainer.args, difference, checkpoint)
+    if why is None:
+        return checkpoint
+    logger.warning(f"Plain training starts anew, and not from {checkpoint}: {why}.")
+    return None
+
+
+def is_finished(
+    trainer: Trainer, resume: str | bool | None, readout: Callable | None = None
+) -> bool:
+    """Whether the folder of the trainer's plain training holds the results of one that need not be repeated: with the
+    same settings, from the same weights and on the same rows as the training that is resumed.
+
+    ValueError where that has a checkpoint, and plain training that starts now would not start as it did.
+    """
+    if not resume:
+        return False
+
+    checkpoint = where_to_go_on(trainer, resume)
+    origin = origin_of(trainer, readout, checkpoint)
+    present = origin_of(trainer, readout)
+    summary = {"arguments": training_arguments(trainer.args), "origin": origin}
 
     def has_results(folder: str) -> bool:
         run = RunFolder(folder)
-        if not run.path.is_dir() or not run.fresh("layer_profile*.json"):
-            return False
-        return differ_in_objective_alone(settings, run.summary)
+        has_profile = run.path.is_dir() and bool(run.fresh("layer_profile*.json"))
+        if has_profile and is_plain_run_of(summary, run):
+            return True
+        why = unlike(origin, present)
+        if why is not None:
+            raise ValueError(
+                f"Plain training cannot be compared with {checkpoint}: {why}. Start both anew, without "
+                "`resume_from_checkpoint`, or go on without plain training."
+            )
+        return False
 
-    folder = os.path.join(trainer.args.output_dir, PLAIN_FOLDER)
-    return on_first_process(trainer.args, has_results, folder)
+    return on_first_process(trainer.args, has_results, plain_folder(trainer.args.output_dir))

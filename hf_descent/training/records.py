@@ -145,6 +145,9 @@ class RunRecord:
     # Time of day at which training started, in seconds; `None` where the trainer only evaluates.
     started: float | None = None
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
+    origin: dict[str, str | None] | None = (
+        None  # see `origin_of`; `None` where the trainer only evaluates
+    )
     # By the `id` of an evaluation set: the set itself, so that no other object gets this `id`, and the layer profile
     # of plain training on it; `None` where there is none.
     plain_profiles: dict[int, tuple[Any, LayerProfile | None]] = field(default_factory=dict)

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from transformers import Trainer
 from transformers.trainer_utils import has_length
-from transformers.utils import logging
 
 from ..evaluation.price import START, WARMUP, Reference
 from ..files import atomic_write
+from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import unwrapped
 from .chance import drawing_apart
@@ -37,7 +37,7 @@ from .holdout import reshard
 from .origin import fingerprint_of_rows
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 MOST_ROWS = 2048  # of one evaluation set in one reading

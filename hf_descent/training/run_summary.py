@@ -9,9 +9,11 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..evaluation.scoring import name_of
-from ..readout.stack import inner_model
+from ..evaluation.side_by_side import seconds_of_logs
+from ..readout.stack import inner_model, unwrapped
 from ..runs import RunFolder, training_arguments
 from .evaluation_sets import evaluation_sets
+from .origin import fingerprint_of_weights
 from .preparation import loaded_from
 from .records import RunRecord
 from .run import DescentRun
@@ -41,6 +43,7 @@ def run_summary(
         summary.update(_training_summary(trainer, run.record, dual, readout))
         if command:
             summary["command"] = dict(command)
+        summary["weights"] = fingerprint_of_weights(unwrapped(trainer.model))
 
     summary.update(_model_summary(trainer.model, architecture))
     if run.record.step_seconds is not None:
@@ -71,7 +74,11 @@ def _training_summary(
         "noise_gamma": args.noise_gamma,
         "arguments": training_arguments(args),
         "training_started": record.started,
+        "origin": record.origin,
     }
+    seconds = seconds_of_logs(trainer.state.log_history)
+    if seconds is not None:
+        summary["train_seconds"] = seconds
 
     if has_length(trainer.train_dataset):
         summary["train_rows"] = len(trainer.train_dataset)

@@ -8,7 +8,7 @@ import pytest
 from runs import make_curve, make_run, save_run
 from tiny.data import classification_data
 from tiny.models import bert
-from tiny.training import config
+from tiny.training import config, fitted
 
 from hf_descent import DescentTrainer, cli
 
@@ -92,7 +92,15 @@ def test_plain_training_stands_beside_a_saved_run_that_saw_no_noise(tmp_path, mo
         cli.main(["compare", "out", "out/_plain"])
         printed = capsys.readouterr().out
         assert arms.headline in printed and "loss: plain" in printed
+        assert "Training took " in printed  # which no `save_state` has written down
     assert "Training took " in str(arms) and min(arms.seconds) > 0
+
+    assert "the price is not that" not in printed
+    other = DescentTrainer(bert(seed=1), config("other", max_steps=2), **rows)
+    fitted(other).evaluate_layers()
+    other.save_model()
+    cli.main(["compare", "other", "out/_plain"])
+    assert "Plain training had other weights before training: " in capsys.readouterr().out
 
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(ValueError, match=r"`trainer.save_model\(\)` after `train_with_plain\(\)`"):

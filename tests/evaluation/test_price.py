@@ -171,6 +171,16 @@ def test_a_verdict_that_is_met_says_that_the_model_is_worse_than_plain_training(
     assert few.headline == "VERDICT: NOT SHOWN, price +16.7 %"
 
 
+def test_a_plain_profile_of_as_many_other_examples_is_refused():
+    trained = profile(losses(3.0))
+    trained.problem = PROBLEM.state_dict()
+    trained.data = "these"
+    plain = profile(losses(3.0, seed=1))
+    plain.data = "others"
+    with pytest.raises(ValueError, match="not of the same examples .*: measure both alike"):
+        trained.certificate(plain=plain)
+
+
 def test_a_profile_keeps_that_of_plain_training_on_the_disk(tmp_path):
     trained = profile(losses(3.0) * 1.147)
     trained.problem = PROBLEM.state_dict()

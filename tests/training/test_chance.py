@@ -79,7 +79,8 @@ def test_the_labels_are_the_collator_s_and_of_all_parts_of_the_data(tmp_path):
     found, trainer = measured(tmp_path, bert(), rows_of_classes(10_000), collate)
 
     assert found == trainer.problem.initial_loss_bound == pytest.approx(ENTROPY, rel=0.03)
-    assert 2_000 < sum(seen) <= 2_000 + 3 * 8  # the rest by the step of training
+    # Those that are read one by one tell the data from others. The rest is of the step of training.
+    assert 2_000 < sum(size for size in seen if size > 1) <= 2_000 + 3 * 8
     assert measured(tmp_path, bert(), rows_of_classes(500), collate)[0] == pytest.approx(
         ENTROPY, rel=0.005
     )

@@ -151,4 +151,4 @@ def test_evaluations_in_training_find_it_and_the_training_stays_the_same(
 
 
 def test_plain_training_looks_for_no_plain_run(run):
-    assert compared_runs.plain_profiles_of(later(run[0], objective="erm"), is_trained=False) == []
+    assert compared_runs.plain_profiles_of(later(run[0], objective="erm"), origin=None) == []

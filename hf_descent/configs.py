@@ -120,8 +120,8 @@ class DescentArguments:
     objective (`str`, *optional*, defaults to `"descent"`):
         What is minimised: "descent" (f_L under the constraints), or a way to compare with: "erm" (f_L alone, plain
         training), "deep_supervision" (the same weight on every layer), "layerskip" (LayerSkip's early exit loss and
-        curricula), "fixed" (multipliers that do not move), "hinge" or "quadratic" (penalties on the violations). Under
-        gradient accumulation penalties are evaluated per micro-batch.
+        gradual curriculum), "fixed" (multipliers that do not move), "hinge" or "quadratic" (penalties on the
+        violations). Under gradient accumulation penalties are evaluated per micro-batch.
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
         What each layer must do. A number alpha in (0, 1), or a list with one for each layer, is the paper's form: f_l
         must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below an even descent, on
@@ -192,10 +192,6 @@ class DescentArguments:
     penalty_coefficient (`float`, *optional*, defaults to `1.0`):
         Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic"; the
         scale of early exits in "layerskip", 0 to 1.
-    layerskip_rotation (`int`, *optional*):
-        For "layerskip". With n, each step trains every n-th exit, and the next step those one layer further (the
-        rotational curriculum). Default: the gradual curriculum. It starts at the last layer and adds one exit after
-        the other; from half of the steps on it trains all.
     fixed_multipliers (`str` or `list[float]`, *optional*):
         Multipliers of the objective "fixed": one per constraint (by default a layer), or the folder of a constrained
         run, whose final multipliers and problem are used.
@@ -245,7 +241,6 @@ class DescentArguments:
     negative_weights: str = field(default="clip")
     normalize_weights: bool = field(default=False)
     penalty_coefficient: float = field(default=1.0)
-    layerskip_rotation: int | None = field(default=None)
     fixed_multipliers: Json | None = field(default=None)
     readout_token_fraction: float | None = field(default=None)
     noise_gamma: Json = field(default=0.0)
@@ -376,12 +371,6 @@ class DescentArguments:
             )
 
     def _check_baselines(self) -> None:
-        rotation = self.layerskip_rotation
-        if rotation is not None and not (isinstance(rotation, int) and rotation >= 1):
-            raise ValueError(
-                f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more."
-            )
-
         multipliers = self.fixed_multipliers
         if multipliers is None and not self.objective_class.takes_multipliers:
             return

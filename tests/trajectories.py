@@ -46,7 +46,6 @@ CLASSIFIERS = {
     "erm": {"objective": "erm"},
     "deep supervision": {"objective": "deep_supervision"},
     "layerskip": {"objective": "layerskip"},
-    "layerskip, rotating": {"objective": "layerskip", "layerskip_rotation": 2},
     "fixed": PAPER | {"objective": "fixed", "fixed_multipliers": [1.0, 0.5, 0.25]},
     "hinge": PAPER | {"objective": "hinge"},
     "quadratic": PAPER | {"objective": "quadratic", "negative_weights": "detach"},

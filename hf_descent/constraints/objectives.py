@@ -127,17 +127,11 @@ class LayerSkip(Objective):
         return set(range(2, dual.num_layers + 1))  # the weight of the first layer is 0
 
     def skips(self, dual, layer, step):
-        rotation = dual.args.layerskip_rotation
-        return not layerskip_enabled(layer, dual.num_layers, step, dual.max_steps, rotation)
+        return not layerskip_enabled(layer, dual.num_layers, step, dual.max_steps)
 
     def weights(self, dual, step):
-        return layerskip_weights(
-            dual.num_layers,
-            step,
-            dual.max_steps,
-            dual.args.layerskip_rotation,
-            dual.args.penalty_coefficient,
-        )
+        scale = dual.args.penalty_coefficient
+        return layerskip_weights(dual.num_layers, step, dual.max_steps, scale)
 
 
 class Hinge(Objective):
@@ -176,25 +170,19 @@ def objective_class(name: str) -> type[Objective]:
     return _CLASSES[name]
 
 
-def layerskip_enabled(
-    layer: Any, num_layers: int, step: int, max_steps: int, rotation: int | None
-) -> Any:
-    """Whether LayerSkip's curriculum C(t, l) enables the exit after a layer at step t = 0, 1, ... of T = `max_steps`.
+def layerskip_enabled(layer: Any, num_layers: int, step: int, max_steps: int) -> Any:
+    """Whether LayerSkip's gradual curriculum C(t, l) enables the exit after a layer at step t = 0, 1, ... of
+    T = `max_steps`: from layer L down, one layer more every T / 2L steps. The last layer is always trained, as in the
+    authors' code.
 
-    Rotational, where `rotation` is R: every R-th exit, rotated by a layer with each step. Gradual, where it is `None`:
-    from layer L down, one layer more every T / 2L steps. The last layer is always trained, as in the authors' code.
     `layer` is one of 1..L or an array of them; the paper counts from 0, and so does the curriculum.
     """
     index = layer - 1
     last = layer == num_layers
-    if rotation is not None:
-        return last | ((index - step) % num_layers % rotation == 0)
     return last | (index >= num_layers - 1 - 2 * num_layers * step // max(max_steps, 1))
 
 
-def layerskip_weights(
-    num_layers: int, step: int, max_steps: int, rotation: int | None, scale: float
-) -> np.ndarray:
+def layerskip_weights(num_layers: int, step: int, max_steps: int, scale: float) -> np.ndarray:
     """LayerSkip's weights `[L]` of the layer losses at a step, which add up to 1; see [`layerskip_enabled`].
 
     Of those enabled, they are in proportion to e(l): `scale` (0 + 1 + ... + l) for l = 0..L-2 as the paper counts, so
@@ -203,5 +191,5 @@ def layerskip_weights(
     layers = np.arange(1, num_layers + 1)  # [layers]
     exits = scale * (layers - 1) * layers / 2
     exits[-1] = max(num_layers - 1, 1) + scale * (num_layers - 2) * (num_layers - 1) / 2
-    exits *= layerskip_enabled(layers, num_layers, step, max_steps, rotation)
+    exits *= layerskip_enabled(layers, num_layers, step, max_steps)
     return exits / exits.sum()

@@ -30,7 +30,7 @@ DUAL_EVERY = 8
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
-    "fixed_multipliers", "dual_holdout", "layerskip_rotation",
+    "fixed_multipliers", "dual_holdout",
 )  # fmt: skip
 
 

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 from naive_head import Watch
@@ -27,7 +26,7 @@ LAGRANGIAN = [0.5 - 0.8 * 1.0, 1.0 - 0.7 * 2.0, 1 + 2.0]
     [
         ("deep_supervision", {}, [0.4, 0.4, 1]),
         ("deep_supervision", {"constrained_layers": [2, 3]}, [0, 0.4, 1]),
-        ("layerskip", {"layerskip_rotation": 1}, [0, 0.4 / 2.8, 2.4 / 2.8]),  # e = 0, 0.4, 2 + 0.4
+        ("layerskip", {}, [0, 0, 1]),  # of which the last layer alone is trained at first
         ("descent", {"negative_weights": "keep"}, LAGRANGIAN),
         ("descent", {"negative_weights": "clip"}, [0, 0, 3]),
         ("descent", {"negative_weights": "detach"}, [0.5, 1, 3]),
@@ -70,12 +69,10 @@ def test_penalties_by_hand(tmp_path, detach):
         assert gradient.tolist() == pytest.approx([slopes[0], reference, 1 + slopes[1]])
 
 
-def published(count, t, steps, scale, rotation):
+def published(count, t, steps, scale):
     """Equations 4 to 6 of arXiv 2404.16710 one by one, l from 0; the last layer always, as in the authors' code."""
-    if rotation is None:  # from layer L - 1 down, one more every T / 2L steps
-        enabled = {count - 1 - more for more in range(count) if t >= more * steps / (2 * count)}
-    else:  # every R layers, and a circular rotation by one with each step
-        enabled = set(np.flatnonzero(np.roll([place % rotation == 0 for place in range(count)], t)))
+    # From layer L - 1 down, one more every T / 2L steps.
+    enabled = {count - 1 - more for more in range(count) if t >= more * steps / (2 * count)}
     enabled.add(count - 1)
     e = [scale * sum(range(place + 1)) for place in range(count - 1)] + [
         count - 1 + scale * sum(range(count - 1))
@@ -84,18 +81,13 @@ def published(count, t, steps, scale, rotation):
     return [e[place] / total if place in enabled else 0.0 for place in range(count)]
 
 
-@pytest.mark.parametrize("rotation", [None, 1, 3, 7])
 @pytest.mark.parametrize("scale", [0.0, 0.2, 1.0])
-def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, scale):
-    settings = {
-        "penalty_coefficient": scale,
-        "layerskip_rotation": rotation,
-        "dual_warmup_steps": 0,
-    }
+def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, scale):
+    settings = {"penalty_coefficient": scale, "dual_warmup_steps": 0}
     made = DualState(config(tmp_path, objective="layerskip", **settings), 6, 24, 0)
     losses = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.2, 1.0])
     for step in range(24):
-        expected = published(6, step, 24, scale, rotation)
+        expected = published(6, step, 24, scale)
         assert made.layer_weights(step).tolist() == pytest.approx(expected), step
         objective = made.objective_at(step)
         assert objective.value(losses, torch.ones(())).item() == pytest.approx(
@@ -108,11 +100,9 @@ def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, sca
         )
 
 
-def test_the_curricula_of_layerskip_by_hand(tmp_path):
-    def weighted(step, **settings):
-        made = DualState(
-            config(tmp_path, objective="layerskip", dual_warmup_steps=0, **settings), 5, 20, 0
-        )
+def test_the_curriculum_of_layerskip_by_hand(tmp_path):
+    def weighted(step):
+        made = DualState(config(tmp_path, objective="layerskip", dual_warmup_steps=0), 5, 20, 0)
         return made.objective_at(step).weighted
 
     # T / 2L = 2 steps a layer, all after half of the steps; the first layer's e is 0.
@@ -124,17 +114,6 @@ def test_the_curricula_of_layerskip_by_hand(tmp_path):
         [2, 3, 4, 5],
         [2, 3, 4, 5],
     ]
-    assert [weighted(step, layerskip_rotation=3) for step in range(4)] == [
-        [4, 5],
-        [2, 5],
-        [3, 5],
-        [2, 4, 5],
-    ]
     assert DualState(config(tmp_path, objective="layerskip"), 1, 4, 0).layer_weights(
         0
     ).tolist() == [1]
-    for rotation in (0, 2.5):
-        with pytest.raises(
-            ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"
-        ):
-            config(tmp_path, objective="layerskip", layerskip_rotation=rotation)

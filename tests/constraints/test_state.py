@@ -281,11 +281,6 @@ def test_a_run_with_fixed_weights_is_judged_by_the_same_rows(tmp_path, settings)
 @pytest.mark.parametrize(
     ("settings", "objective"),
     [
-        # l = 0 and 2 are enabled, and the last: e = 0, 0.5 (1 + 2), 3 + 0.5 (1 + 2)
-        (
-            {"objective": "layerskip", "penalty_coefficient": 0.5, "layerskip_rotation": 2},
-            lambda f: (1.5 * f[2] + 4.5 * f[3]) / 6,
-        ),
         (
             {
                 "objective": "deep_supervision",

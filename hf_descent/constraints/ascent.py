@@ -40,22 +40,27 @@ class DualAscent:
         self, args: "DescentArguments", num_layers: int, num_rows: int, steps_per_reading: int
     ):
         self.multipliers = building.multipliers_of(args, num_rows)
+        self._moves_multipliers = args.objective_class.moves_multipliers
         self.guard: LastLayerGuard | None = None
         self.watch: LastLayerGuard | None = None
         if args.objective_class.is_constrained:
             limit = args.max_last_layer_rise
             self.watch = LastLayerGuard(WATCHED_RISE if limit is None else limit)
-            if args.objective_class.moves_multipliers and limit is not None:
+            if self._moves_multipliers and limit is not None:
                 self.guard = self.watch
         self.averages = LossAverages(num_layers, steps_per_reading)
         self.warmup_losses = np.zeros(num_layers, dtype=np.float32)
         self._steps_per_reading = steps_per_reading
 
-    def observe(self, layer_losses: np.ndarray) -> None:
-        """Take in losses `[L]`, without a step of the multipliers."""
+    def observe(self, layer_losses: np.ndarray, is_active: bool) -> None:
+        """Take in losses `[L]` of a step with the present multipliers, and whether the objective had constraints in
+        that step. The multipliers do not move."""
         self.averages.add(layer_losses)
         if self.watch is not None:
-            self.watch.observe(layer_losses[-1].item())
+            acts = is_active
+            if self._moves_multipliers:
+                acts = bool(self.multipliers.values.numpy().any())
+            self.watch.observe(layer_losses[-1].item(), acts)
 
     def end_warmup(self) -> None:
         """Keep the averages of the warm-up."""

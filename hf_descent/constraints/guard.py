@@ -37,6 +37,11 @@ holds the multipliers where they are but does not undo them. Once they shrink, e
 they shrink until it is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half
 of the steps so far. Its window grows with the run, so that chance does not make f_best lower and lower.
 
+**Rises of plain training.** In a step in which all multipliers are 0, the objective is f_L alone. The last step
+without evidence is the CUSUM test's estimate of where a rise began. If no multiplier acted in that step, the
+constraints did not begin the rise. At 24 the guard then forgets all about f_L, as at the start of the run, and the
+multipliers are free. Otherwise a leap of the optimizer in the warm-up would keep them at 0.
+
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
 rest again. Each time that they begin to shrink, their pace becomes a fifth of what it was. It recovers by 2 % in each
 step that does not shrink them, up to 1: after a single rise it is back there in log 5 / log 1.02 = 82 steps. Where f_L
@@ -52,6 +57,32 @@ f_L rises: harder data late in the run counts as a rise, too.
 import math
 
 import torch
+
+
+class RunningMean:
+    """A weighted mean of losses, and what tells how far to trust it.
+
+    Attributes:
+        mean (`float`): the mean.
+        square_weight (`float`): the sum of the squared weights.
+        variance (`float`): the variance of a single loss, from the differences between successive ones.
+    """
+
+    def __init__(self):
+        self.mean = 0.0
+        self.square_weight = 0.0
+        self.variance = 0.0
+
+    def add(self, loss: float, weight: float) -> None:
+        """Take in a loss with the weight that it gets."""
+        self.mean += weight * (loss - self.mean)
+        self.square_weight *= (1 - weight) ** 2
+        self.square_weight += weight**2
+
+    def add_difference(self, difference: float, weight: float) -> None:
+        """Take in how much a loss differs from the one before, with the weight that it gets."""
+        half_square = 0.5 * difference**2  # without a trend its mean is the variance
+        self.variance += weight * (half_square - self.variance)
 
 
 class LastLayerGuard:
@@ -73,46 +104,45 @@ class LastLayerGuard:
     BACK_OFF = 0.2  # factor of the pace whenever multipliers begin to shrink
     RECOVERY = 1.02  # its factor in each step that does not shrink them
     LEAST_PACE = 0.001
-    _NAMES = (
-        "count",
-        "previous",
-        "means",
-        "square_weights",
-        "variances",
-        "best",
-        "evidence",
-        "shrinks",
-        "pace",
-    )
+    _NAMES = ("count", "previous", "best", "evidence", "acted_before", "shrinks", "pace")
+    # On disk each holds the number of the present mean and that of the slow one.
+    _OF_MEANS = {"mean": "means", "square_weight": "square_weights", "variance": "variances"}
 
     def __init__(self, max_rise: float):
         self.max_rise = max_rise
-        self.count = 0  # losses so far
-        self.previous = 0.0
-        # Of the present mean and the slow one: the mean, the sum of its squared weights, and the variance of a single
-        # loss.
-        self.means = [0.0, 0.0]
-        self.square_weights = [0.0, 0.0]
-        self.variances = [0.0, 0.0]
-        self.best = math.inf  # the upper limit of the best mean so far
-        self.evidence = 0.0
-        self.shrinks = False
         self.pace = 1.0
+        self.shrinks = False
+        self._forget()
         # The highest present mean of the steps that shrink, and the best value of that step.
         self._highest: tuple[float, float] | None = None
 
-    def observe(self, loss: float) -> None:
-        """Take in the f_L of a step; one that is not finite changes nothing."""
+    def _forget(self) -> None:
+        """Know nothing of f_L, as before the first loss."""
+        self.count = 0  # losses so far
+        self.previous = 0.0
+        self.present = RunningMean()  # of about the last 10
+        self.slow = RunningMean()  # of about the last half
+        self.best = math.inf  # the upper limit of the best slow mean so far
+        self.evidence = 0.0
+        self.acted_before = False  # whether a multiplier acted when the evidence was last 0
+
+    def observe(self, loss: float, acts: bool) -> None:
+        """Take in the f_L of a step, and whether any multiplier acts in that step. An f_L that is not finite changes
+        nothing."""
         if not math.isfinite(loss):
             return
 
         self._add_evidence(loss)
+        if self.evidence == 0:
+            self.acted_before = acts
+
         self._add_to_means(loss)
         if self.count >= self.FIRST_BEST:
-            self.best = min(self.best, self.means[1] + self.OF_BEST * self.standard_errors[1])
+            error = math.sqrt(self.variance * self.slow.square_weight)
+            self.best = min(self.best, self.slow.mean + self.OF_BEST * error)
         self._set_pace()
 
-        present = self.means[0]
+        present = self.present.mean
         if self.shrinks and (self._highest is None or present > self._highest[0]):
             self._highest = (present, self.best)
 
@@ -125,7 +155,7 @@ class LastLayerGuard:
         if math.isinf(self.best):
             return
 
-        noise = math.sqrt(max(self.variances))
+        noise = math.sqrt(self.variance)
         noise = max(noise, self.LEAST_NOISE * abs(self.limit), torch.finfo(torch.float32).tiny)
 
         excess = (loss - self.limit) / noise - self.ALLOWED
@@ -135,24 +165,22 @@ class LastLayerGuard:
 
     def _add_to_means(self, loss: float) -> None:
         self.count += 1
-        half_square = 0.5 * (loss - self.previous) ** 2  # without a trend its mean is the variance
-        self.previous = loss
+        present_weight = max(1 / self.count, 1 / self.WINDOW)  # at first all losses count alike
+        slow_weight = min(self.SLOW_SHARE / (self.count + self.SLOW_SHARE - 1), present_weight)
 
-        present = max(1 / self.count, 1 / self.WINDOW)  # at first all losses count alike
-        slow = min(self.SLOW_SHARE / (self.count + self.SLOW_SHARE - 1), present)
-
-        for index, weight in enumerate((present, slow)):  # of the newest loss
-            self.means[index] += weight * (loss - self.means[index])
-            self.square_weights[index] *= (1 - weight) ** 2
-            self.square_weights[index] += weight**2
-
+        for mean, weight in ((self.present, present_weight), (self.slow, slow_weight)):
+            mean.add(loss, weight)
             if self.count == 2:  # the first difference
-                self.variances[index] = half_square
+                mean.add_difference(loss - self.previous, 1.0)
             elif self.count > 2:
-                self.variances[index] += weight * (half_square - self.variances[index])
+                mean.add_difference(loss - self.previous, weight)
+        self.previous = loss
 
     def _set_pace(self) -> None:
         if self.evidence >= self.LASTING and not self.shrinks:
+            if not self.acted_before:  # plain training made the rise
+                self._forget()
+                return
             self.shrinks = True
             self.pace = max(self.BACK_OFF * self.pace, self.LEAST_PACE)
         if self.evidence == 0:
@@ -161,10 +189,9 @@ class LastLayerGuard:
             self.pace = min(self.RECOVERY * self.pace, 1.0)
 
     @property
-    def standard_errors(self) -> list[float]:
-        """Of the two means. The larger variance stands for both, so that a quiet stretch is no proof."""
-        variance = max(self.variances)
-        return [math.sqrt(variance * square) for square in self.square_weights]
+    def variance(self) -> float:
+        """Of a single loss: the larger estimate, so that a quiet stretch is no proof."""
+        return max(self.present.variance, self.slow.variance)
 
     @property
     def limit(self) -> float:
@@ -183,22 +210,31 @@ class LastLayerGuard:
         """By what share the present f_L is above its best value, negative below it; `None` before there is one."""
         if math.isinf(self.best) or self.best == 0:
             return None
-        return (self.means[0] - self.best) / abs(self.best)
+        return (self.present.mean - self.best) / abs(self.best)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors by name."""
-        return {
-            name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in self._NAMES
-        }
+        values = {name: getattr(self, name) for name in self._NAMES}
+        for name, key in self._OF_MEANS.items():
+            values[key] = [getattr(self.present, name), getattr(self.slow, name)]
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `state_dict` gave; ValueError when names or shapes are others, or a value is not a number."""
+        # Before it was saved, every rise counted as made by the multipliers.
+        state = {"acted_before": torch.tensor(1.0), **state}
         expected = self.state_dict()
         for name, tensor in expected.items():
             found = state.get(name)
             if found is None or found.shape != tensor.shape or found.isnan().any():
                 raise ValueError(f"The state of the last layer's guard has no usable '{name}'.")
+
         for name in self._NAMES:
-            setattr(self, name, state[name].tolist())
+            setattr(self, name, state[name].item())
         self.count = int(self.count)
+        self.acted_before = bool(self.acted_before)
         self.shrinks = bool(self.shrinks)
+        for name, key in self._OF_MEANS.items():
+            present, slow = state[key].tolist()
+            setattr(self.present, name, present)
+            setattr(self.slow, name, slow)

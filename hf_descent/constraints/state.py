@@ -223,7 +223,7 @@ class DualState:
         if not np.isfinite(layer_losses).all():
             return
 
-        self._ascent.observe(layer_losses)
+        self._ascent.observe(layer_losses, is_active)
         if is_active and self.objective.moves_multipliers:
             violations = self.acting_violations(layer_losses)
             if self.args.normalize_violations:

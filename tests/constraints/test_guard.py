@@ -40,7 +40,7 @@ def test_noise_alone_hardly_slows_the_multipliers_down(kind):
     for seed in range(5):
         guard, multipliers = LastLayerGuard(0.02), Multipliers(1, 0.02, optim="sgd")
         for loss in draws(kind, 600, seed):
-            guard.observe(loss)
+            guard.observe(loss, acts=True)
             multipliers.step(torch.ones(1), guard.share, guard.shrinks)
         grown.append(multipliers.values.item() / (600 * 0.02))
     assert sum(grown) / len(grown) > 0.85
@@ -51,15 +51,15 @@ def test_a_rise_makes_the_multipliers_shrink_until_the_loss_is_back(kind):
     guard = LastLayerGuard(0.02)
     losses = draws(kind, 300, seed=0)
     for loss in losses[:150]:
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
     shrinks = []
     for loss in losses[150:200]:
-        guard.observe(1.5 * loss)
+        guard.observe(1.5 * loss, acts=True)
         shrinks.append(guard.shrinks)
     assert not shrinks[0] and all(shrinks[15:])
     assert guard.rise == pytest.approx(0.5, abs=0.2)
     for loss in losses[200:250]:
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
     assert not guard.shrinks and guard.share > 0
 
 
@@ -69,7 +69,7 @@ def test_a_short_rise_holds_the_multipliers_where_they_are():
     multipliers = Multipliers(1, 0.02, optim="sgd")
     values = []
     for loss in [1.0] * 60 + [1.5] * 7 + [1.0] * 60:
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
         multipliers.step(torch.ones(1), guard.share, guard.shrinks)
         values.append(multipliers.values.item())
 
@@ -77,6 +77,20 @@ def test_a_short_rise_holds_the_multipliers_where_they_are():
     assert growth.min() == 0  # they stood still
     assert guard.share == 1
     assert growth[-1].item() == pytest.approx(0.02, rel=1e-4)
+
+
+def test_a_rise_that_began_without_multipliers_is_not_held_against_them():
+    guard = LastLayerGuard(0.02)
+    for loss in [1.0] * 60:
+        guard.observe(loss, acts=False)
+    for _ in range(60):
+        guard.observe(1.5, acts=True)
+        assert not guard.shrinks
+    assert guard.share == 1 and guard.rise == pytest.approx(0, abs=1e-3)
+
+    for _ in range(20):  # now they may have done it
+        guard.observe(1.8, acts=True)
+    assert guard.shrinks
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adam", "pi"])
@@ -95,12 +109,12 @@ def test_a_share_of_each_change_is_a_smaller_step_size(optim):
 def test_after_a_rise_growth_begins_at_a_fifth_and_is_whole_again_after_82_steps():
     guard = LastLayerGuard(0.02)
     for loss in [1.0] * 60 + [1.5] * 20:
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
     assert guard.shrinks and guard.share == 0
 
     growths = []
     while not growths or growths[-1] < 1:
-        guard.observe(0.9)
+        guard.observe(0.9, acts=True)
         if not guard.shrinks:
             growths.append(guard.share)
     assert growths[0] == pytest.approx(0.2 * 1.02)
@@ -110,41 +124,41 @@ def test_after_a_rise_growth_begins_at_a_fifth_and_is_whole_again_after_82_steps
 def test_the_statistics_are_those_of_sums_written_out():
     guard, losses = LastLayerGuard(0.1), draws("wide", 60, seed=1)
     for loss in losses:
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
     newest_weights = (
         lambda step: max(1 / step, 1 / 10),
         lambda step: min(max(1 / step, 1 / 10), 4 / (step + 3)),
     )
-    for index, newest in enumerate(newest_weights):
+    for mean_of, newest in zip((guard.present, guard.slow), newest_weights):
         weights = []
         for step in range(1, 61):
             weights = [weight * (1 - newest(step)) for weight in weights] + [newest(step)]
         mean = sum(weight * loss for weight, loss in zip(weights, losses))
-        assert guard.means[index] == pytest.approx(mean, rel=1e-5)
+        assert mean_of.mean == pytest.approx(mean, rel=1e-5)
         squares = sum(weight**2 for weight in weights)
-        assert guard.square_weights[index] == pytest.approx(squares, rel=1e-5)
+        assert mean_of.square_weight == pytest.approx(squares, rel=1e-5)
         halves = [(after - before) ** 2 / 2 for before, after in pairwise(losses)]
         variance = halves[0]
         for step, half in enumerate(halves[1:], start=3):
             variance += newest(step) * (half - variance)
-        assert guard.variances[index] == pytest.approx(variance, rel=1e-5)
+        assert mean_of.variance == pytest.approx(variance, rel=1e-5)
 
 
 def test_a_falling_loss_is_no_rise_and_its_trend_no_noise():
     guard = LastLayerGuard(0.0)
     for step in range(100):
-        guard.observe(5.0 - 0.04 * step)
+        guard.observe(5.0 - 0.04 * step, acts=True)
         assert not guard.shrinks and guard.share == 1
-    assert max(guard.standard_errors) < 0.04
+    assert math.sqrt(guard.variance) < 0.04
 
 
 def test_a_loss_that_is_not_finite_changes_nothing():
     guard = LastLayerGuard(0.02)
     for loss in draws("wide", 50, seed=0):
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
     before = guard.state_dict()
     for loss in (math.nan, math.inf):
-        guard.observe(loss)
+        guard.observe(loss, acts=True)
     for name, tensor in guard.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
@@ -295,16 +309,29 @@ def test_a_rise_that_nothing_limits_is_said_too(caplog, settings):
     assert "Nothing limits this" in told and "shrink" not in told
 
 
-def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
-    straight, first = state_of(), state_of()
+def test_a_rise_in_the_warm_up_does_not_keep_the_multipliers_from_growing(caplog):
+    guarded, free = (
+        state_of(max_last_layer_rise=limit, dual_warmup_steps=80) for limit in (0.02, None)
+    )
+    for step in range(110):
+        for state in (guarded, free):
+            dual_step(state, rising(step), step)
+    assert guarded.multipliers.values.item() > 0
+    assert torch.equal(guarded.multipliers.values, free.multipliers.values)
+    guarded.logs(110)
+    assert "last layer worse" not in caplog.text
+
+
+@pytest.mark.parametrize("warmup", [0, 80])
+def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, warmup):
+    straight, first, second = (state_of(dual_warmup_steps=warmup) for _ in range(3))
     for step in range(200):
         dual_step(straight, rising(step), step)
-    for step in range(70):
+    for step in range(64):
         dual_step(first, rising(step), step)
     first.save(str(tmp_path))
-    second = state_of()
     second.load(str(tmp_path))
-    for step in range(70, 200):
+    for step in range(64, 200):
         dual_step(second, rising(step), step)
     ours, theirs = straight.state_dict()[0], second.state_dict()[0]
     assert ours.keys() == theirs.keys() and any(name.startswith("guard.") for name in ours)
@@ -313,7 +340,8 @@ def test_the_limit_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path
 
 
 @pytest.mark.parametrize("limit", [0.02, None])
-def test_a_checkpoint_without_the_limit_s_state_can_be_resumed_from(tmp_path, limit):
+@pytest.mark.parametrize("absent", ["guard.", "guard.acted_before"])
+def test_a_checkpoint_without_the_limit_s_state_can_be_resumed_from(tmp_path, limit, absent):
     saved = state_of(max_last_layer_rise=0.02)
     for step in range(70):
         dual_step(saved, rising(step), step)
@@ -324,7 +352,7 @@ def test_a_checkpoint_without_the_limit_s_state_can_be_resumed_from(tmp_path, li
     tensors = {
         name: tensor
         for name, tensor in load_file(path).items()
-        if name not in old and not name.startswith("guard.")
+        if name not in old and not name.startswith(absent)
     }
     save_file(tensors, path, metadata={"state": json.dumps(meta)})
     state = state_of(max_last_layer_rise=limit)

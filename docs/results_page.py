@@ -737,6 +737,7 @@ ARMS = {
     "quadratic": "quadratic penalty",
     "hinge": "hinge penalty",
     "deep_supervision": "deep supervision",
+    "layerskip": "LayerSkip",
     "sorted": "one depth a step, in turn",
     "cut_first": "cut first, same steps",
     "cut_first_longer": "cut first, same compute",
@@ -752,10 +753,18 @@ SPECIFICATIONS = {  # seeds, arms and most runs of each task
     "imdb_one": ((4, 5, 6), ("ours", "fixed"), 5),
     "lm_one": ((4, 5, 6), ("ours", "fixed"), 5),
 }
-ONE_MODEL_ARMS = ("ours", "fixed", "deep_supervision", "sorted")
+EVERY_ARM = (
+    "ours",
+    "fixed",
+    "deep_supervision",
+    "layerskip",
+    "sorted",
+    "cut_first",
+    "cut_first_longer",
+)
 RIVALS = {
-    "denoiser_one": (*ONE_MODEL_ARMS, "cut_first", "cut_first_longer"),
-    "denoiser_two": (*ONE_MODEL_ARMS, "cut_first"),
+    "denoiser_one": EVERY_ARM,
+    "denoiser_two": EVERY_ARM,
     "minilm_one": ("ours", "fixed", "deep_supervision"),
     "minilm_two": ("ours", "fixed"),
 }

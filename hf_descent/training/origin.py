@@ -30,14 +30,12 @@ from .chance import collated, drawing_apart
 
 logger = get_logger(__name__)
 
-SAMPLED_ROWS = (
-    64  # of a data set: others that differ in a twentieth hardly ever agree in all of these
-)
+# Of a data set: others that differ in a twentieth hardly ever agree in all of these rows.
+SAMPLED_ROWS = 64
 SAMPLED_NUMBERS = 256  # of each tensor
 
 # Data that cannot be compared with others, and the texts that stand for them while this process runs.
 _names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
 
 Origin = dict[str, str | None]
 
@@ -83,7 +81,7 @@ def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
         origin[name] = saved[name] if is_as_before else None
         if not (is_as_before or saved[name] is None):
             logger.warning(
-                f"The {name} of this training is not known to be that of {checkpoint}, so no plain run has its price."
+                f"This training is not known to have the {name} of {checkpoint}: no plain run is compared with it."
             )
     return origin
 

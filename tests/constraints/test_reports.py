@@ -354,7 +354,7 @@ def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, cap
     assert metrics["eval_descent_share"] == pytest.approx(expected, rel=1e-4) and expected > 0.5
     assert "too few for a verdict" in caplog.text
     assert (
-        f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} constraints are met; f_L"
+        f"{len(trainer.problem.rows)} of {len(trainer.problem.rows)} constraints are met; the last layer's loss is f_L"
         in caplog.text
     )
     profiles = [trainer.evaluate_layers(part, batch_size=8) for part in (rows, rows[:3])]

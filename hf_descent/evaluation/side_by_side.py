@@ -29,7 +29,7 @@ UNREAD = "unread-"
 # What a training starts from, as `descent_config.json` names it, and what another one starts from.
 ORIGIN = {
     "weights": "other weights before training",
-    "rows": "other training rows",
+    "rows": "other training examples",
     "readout": "another readout",
     "loss": "another loss",
 }

@@ -21,7 +21,7 @@ from transformers.trainer_utils import has_length
 
 from ..evaluation.fingerprints import fingerprint_of_tensors
 from ..evaluation.scoring import name_of
-from ..evaluation.side_by_side import UNREAD
+from ..evaluation.side_by_side import ORIGIN, UNREAD
 from ..logs import get_logger
 from ..readout.stack import inner_model, unwrapped
 from ..runs import RunFolder
@@ -81,7 +81,7 @@ def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
         origin[name] = saved[name] if is_as_before else None
         if not (is_as_before or saved[name] is None):
             logger.warning(
-                f"This training is not known to have the {name} of {checkpoint}: no plain run is compared with it."
+                f"This training may have {ORIGIN[name]} than {checkpoint}: no plain run is compared with it."
             )
     return origin
 

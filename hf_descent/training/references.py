@@ -171,8 +171,8 @@ class LastLayerReferences:
                 known.rows = rows
         if any(known.rows is None for known in read):
             logger.warning(
-                f"The evaluation set {name!r} is not known to have the rows that it had before the checkpoint: "
-                "verdicts on it show the earlier losses of the last layer, and do not judge by them."
+                f"The evaluation set {name!r} may have other examples than before the checkpoint: verdicts on it show "
+                "the earlier losses of the last layer, and do not judge by them."
             )
 
     def summary(self) -> dict[str, dict[str, Any]]:

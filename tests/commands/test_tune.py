@@ -267,6 +267,12 @@ def test_a_search_space_is_checked_before_there_is_a_study(command, tmp_path, te
     assert not (tmp_path / "study.db").exists()
 
 
+def test_lists_of_multipliers_are_searched_one_by_one():
+    trial = optuna.trial.FixedTrial({"fixed_multipliers": [4, 4]})
+    space = {"fixed_multipliers": [[1, 1], [4, 4]]}
+    assert hp_space(trial, space) == {"fixed_multipliers": [4, 4]}
+
+
 def test_a_search_says_of_what():
     with pytest.raises(ValueError, match="Say what to tune"):
         cli.main(["tune", "--model_name_or_path", "x", "--output_dir", "y"])

@@ -136,7 +136,7 @@ def plain_loss(trainer):
     [
         pytest.param({}, None, id="the same"),
         pytest.param({"model": bert(seed=1)}, "other weights before training", id="weights"),
-        pytest.param({"rows": OTHER_ROWS}, "other training rows", id="rows"),
+        pytest.param({"rows": OTHER_ROWS}, "other training examples", id="rows"),
         pytest.param({"readout": last_token}, "another readout", id="readout"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_stream_is_known_while_it_is_there(tmp_path, caplog):
 
     # Of another training on a stream nobody knows what it gives; of one that is resumed it is taken on trust.
     assert plain_loss(fitted(make(tmp_path, rows=Stream(ROWS)))) is None
-    assert "whether it had other training rows is not known" in caplog.text
+    assert "whether it had other training examples is not known" in caplog.text
     resumed = make(tmp_path, rows=Stream(ROWS), **saves)
     assert begun(resumed, resume_from_checkpoint=True) == [("descent", 2)]
     assert plain_loss(resumed) == pytest.approx(expected)

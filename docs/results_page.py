@@ -615,6 +615,16 @@ def launch_times() -> str:
     return markdown(header, rows)
 
 
+def launches_beyond() -> str:
+    """What a step of BERT has beyond one of plain training."""
+    beyond = json.loads((RESULTS / "launches.json").read_text())["cases"]["bert"]["beyond"]
+    rows = [
+        [place, *(str(beyond[what].get(place, "")) for what in ("kernels", "calls"))]
+        for place in beyond["kernels"] | beyond["calls"]
+    ]
+    return markdown(["where", "kernels", "calls"], rows)
+
+
 def _middle_first(case: dict) -> tuple[float, float, float]:
     low, middle, high = case["time"]
     return middle, low, high
@@ -1062,6 +1072,7 @@ TABLES = {
     "gpu": gpu_steps,
     "launches": launches,
     "launch times": launch_times,
+    "launches beyond": launches_beyond,
     "denoiser summary": denoiser_summary,
     "photos": partial(denoisers, "photos"),
     "video": partial(denoisers, "video"),

@@ -32,6 +32,17 @@ def test_kernels_are_no_more_than_recorded(name):
         assert ratio <= 1.05 * recorded[what]["ours"] / recorded[what]["plain"]
 
 
+def test_what_is_beyond_plain_training_adds_up():
+    windows = launches.count("ut", finds_functions=True)
+    calls = launches.count_calls("ut")
+    found = launches.beyond_plain(windows, calls)
+    step = launches.facts("ut", windows)["step"]
+    assert sum(found["kernels"].values()) == step["ours"] - step["plain"]
+    totals = {arm: sum(window.places.values()) for arm, window in calls.items()}
+    assert sum(found["calls"].values()) == totals["ours"] - totals["plain"]
+    assert found["calls"]["readout"] > 0
+
+
 def test_a_kernel_is_what_computes():
     x = torch.ones(3, 4)
     with launches.KernelCount() as counted:

@@ -265,9 +265,10 @@ def _hidden_gradients(
         if group.gradient is None:
             continue
         shared = _GroupGradient(group.gradient)
+        is_whole = group.is_whole
         for place, layer in enumerate(group.layers):
             hidden = hidden_states[layer]
-            if group.is_whole:
+            if is_whole:
                 gradients[layer] = _WholeGradient(shared, place, hidden)
             else:
                 gradients[layer] = _RowGradient(shared, place, hidden, group.rows[place])

@@ -8,10 +8,11 @@ moved on the host in NumPy, which launches nothing. A GPU makes two copies more 
 
 With `--rounds` the time of a step is measured, too, in rounds in which plain training and ours take turns: that of
 the processor or, where there is a GPU, the clock's. `gpu.py` measures the same cases there.
-`--where` says in which function of this package the kernels are launched.
+`--where` says in which function of this package the kernels are launched, and where Python functions are called.
 """
 
 import argparse
+import cProfile
 import sys
 import tempfile
 import time
@@ -80,6 +81,13 @@ _VIEWS = """
 WITHOUT_KERNEL = frozenset(_VIEWS.split())
 
 
+# Places of kernels and of calls: those of a step itself, folders of this package, and the rest, most of it Trainer's.
+MODEL = "the model's forward"
+BACKWARD = "backward pass"
+FOLDERS = ("readout", "losses", "constraints", "training")
+OTHER = "other"
+
+
 class KernelCount(TorchDispatchMode):
     """Counts the kernels of what runs inside; `functions` are those of this package that launched them."""
 
@@ -104,9 +112,9 @@ def _launching_function() -> str:
     while frame is not None:
         code = frame.f_code
         if code.co_name == "backward" and "accelerate" in code.co_filename:
-            return "backward pass"
+            return BACKWARD
         if any(part in code.co_filename for part in ("transformers/models/", "hf_descent/models/")):
-            return "the model's forward"
+            return MODEL
         # `_call` of the tape stands around every module.
         if "hf_descent/" in code.co_filename and code.co_name != "_call":
             return f"{code.co_filename.split('hf_descent/')[-1]}: {code.co_name}"
@@ -138,6 +146,48 @@ class CountWindow(TrainerCallback):
             self.evaluation.__enter__()
         if self._batches == 2:
             self.evaluation.__exit__(None, None, None)
+
+
+class CallWindow(TrainerCallback):
+    """Counts the calls of Python functions in one step of training, by the `places` of the functions."""
+
+    def __init__(self):
+        self.places: Counter[str] = Counter()
+        self._profile = cProfile.Profile(builtins=False)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == COUNTED_STEP:
+            self._profile.enable()
+        if state.global_step == COUNTED_STEP + 1:
+            self._profile.create_stats()
+            for (path, _, _), (_, calls, *_) in self._profile.stats.items():
+                self.places[_place_of_function(path)] += calls
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == COUNTED_STEP + 2:
+            control.should_training_stop = True
+
+
+def _place_of_function(path: str) -> str:
+    """A folder of this package, a library, or the rest."""
+    if "hf_descent/" in path:
+        return _folder(path.split("hf_descent/")[-1])
+    for library in ("torch", "transformers"):
+        if f"site-packages/{library}/" in path:
+            return library
+    return OTHER
+
+
+def _place_of_kernel(function: str) -> str:
+    """The same of what `_launching_function` gives."""
+    if ".py: " in function:
+        return _folder(function)
+    return function if function in (MODEL, BACKWARD) else OTHER
+
+
+def _folder(path: str) -> str:
+    folder = path.split("/")[0]
+    return folder if folder in FOLDERS else OTHER
 
 
 class Case(NamedTuple):
@@ -322,6 +372,16 @@ def count(name: str, finds_functions: bool = False) -> dict[str, CountWindow]:
     return found
 
 
+def count_calls(name: str) -> dict[str, CallWindow]:
+    """The calls of Python functions in a step of a case, of "plain" training and of "ours"."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        for arm in ("plain", "ours"):
+            found[arm] = CallWindow()
+            make_trainer(CASES[name], arm == "plain", folder, found[arm]).train()
+    return found
+
+
 def time_steps(name: str, rounds: int, size: Size = TINY) -> dict[str, list[float]]:
     """Seconds of a step of "plain" training and of "ours" in each round."""
     use_cpu = not torch.cuda.is_available()
@@ -362,6 +422,24 @@ def facts(name: str, windows: dict[str, CountWindow]) -> dict[str, Any]:
     return {"title": case.title, **asked, **counted}
 
 
+def beyond_plain(
+    windows: dict[str, CountWindow], calls: dict[str, CallWindow]
+) -> dict[str, dict[str, int]]:
+    """What a step of ours has beyond one of plain training, by place: "kernels", and "calls" of Python functions."""
+    kernels = {"plain": Counter(), "ours": Counter()}
+    for arm, window in windows.items():
+        for function, number in window.step.functions.items():
+            kernels[arm][_place_of_kernel(function)] += number
+
+    places = {arm: window.places for arm, window in calls.items()}
+    return {"kernels": _difference(kernels), "calls": _difference(places)}
+
+
+def _difference(counts: dict[str, Counter]) -> dict[str, int]:
+    plain, ours = counts["plain"], counts["ours"]
+    return {name: ours[name] - plain[name] for name in sorted(ours | plain)}
+
+
 def print_case(found: dict[str, Any]) -> None:
     for what in ("step", "evaluation"):
         plain, ours = found[what]["plain"], found[what]["ours"]
@@ -376,8 +454,7 @@ def print_case(found: dict[str, Any]) -> None:
 def print_functions(windows: dict[str, CountWindow]) -> None:
     """By function, the kernels of ours beyond those of plain training."""
     for what in ("step", "evaluation"):
-        plain, ours = (getattr(windows[arm], what).functions for arm in ("plain", "ours"))
-        beyond = {name: ours[name] - plain[name] for name in ours | plain}
+        beyond = _difference({arm: getattr(windows[arm], what).functions for arm in windows})
         print(f"  {what}:")
         for name, kernels in sorted(beyond.items(), key=lambda item: -item[1]):
             if kernels:
@@ -387,7 +464,9 @@ def print_functions(windows: dict[str, CountWindow]) -> None:
 def main():
     command = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     command.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    command.add_argument("--where", action="store_true", help="which functions launch kernels")
+    command.add_argument(
+        "--where", action="store_true", help="what is beyond plain training, and where"
+    )
     command.add_argument("--rounds", type=int, default=0, help="of timed steps (0: none)")
     command.add_argument("--output", type=Path, help="JSON file for the results")
     given = command.parse_args()
@@ -399,9 +478,12 @@ def main():
         if given.rounds:
             seconds = time_steps(name, given.rounds)
             cases[name]["time"] = ratios(seconds, "plain")["ours"]
+            cases[name]["rounds"] = given.rounds
         print_case(cases[name])
         if given.where:
+            cases[name]["beyond"] = beyond_plain(windows, count_calls(name))
             print_functions(windows)
+            print(f"  calls of Python functions: {cases[name]['beyond']['calls']}")
     write(given.output, transformers=transformers.__version__, cases=cases)
 
 

@@ -453,7 +453,9 @@ class DescentMixin:
             return
 
         readings = self._last_layer_readings(run.evaluation.rows)
-        unpaired = earlier_last_layer(self, run.references, run.evaluation.rows, run.has_started)
+        unpaired = earlier_last_layer(
+            self, run.references, run.evaluation.rows, run.has_started, self._readout
+        )
         rows = evaluation.gathered(self.accelerator, run.totals, readings, unpaired)
         additions, certificate = evaluation.layer_metrics(
             run.judge,
@@ -606,7 +608,9 @@ class DescentMixin:
 
         if not has_noise:  # as they were read
             run = self._run
-            unpaired = earlier_last_layer(self, run.references, rows, run.has_started)
+            unpaired = earlier_last_layer(
+                self, run.references, rows, run.has_started, self._readout
+            )
             profile.references = with_paired(unpaired, profile.references)
         if "problem" not in kwargs:
             self._state_problem(profile)

@@ -29,6 +29,7 @@ UNREAD = "unread-"
 # What a training starts from, as `descent_config.json` names it, and what another one starts from.
 ORIGIN = {
     "weights": "other weights before training",
+    "trained": "other parameters to train",
     "rows": "other training examples",
     "readout": "another readout",
     "loss": "another loss",

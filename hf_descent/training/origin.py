@@ -4,10 +4,12 @@ Results of two trainings are compared only where these agree. Arguments are not 
 may be trained by the same arguments in the same folder.
 """
 
+import functools
 import hashlib
 import inspect
 import itertools
 import math
+import re
 import uuid
 import weakref
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from ..evaluation.scoring import name_of
 from ..evaluation.side_by_side import ORIGIN, UNREAD
 from ..logs import get_logger
 from ..readout.stack import inner_model, unwrapped
+from ..readout.tape import assigned
 from ..runs import RunFolder
 from .chance import collated, drawing_apart
 
@@ -54,12 +57,11 @@ def origin_of(
     for those of the checkpoint.
     """
     model = unwrapped(trainer.model)
-    pooling = getattr(getattr(inner_model(model), "config", None), "pooling", None)
     present = {
         "weights": fingerprint_of_weights(model),
+        "trained": _names_of_trained(model),
         "rows": _rows_of(trainer) if reads_rows else None,
-        "readout": f"{pooling} {_source_of(readout)}",
-        "loss": _source_of(trainer.compute_loss_func),
+        **reading_of(trainer, readout),
     }
     if checkpoint is None:
         return present
@@ -76,14 +78,30 @@ def origin_of(
 def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
     """What the training of a checkpoint started from, as it was `saved`, where it goes on as at `present`."""
     origin = {"weights": saved["weights"]}
-    for name in ("rows", "readout", "loss"):
-        is_as_before = saved[name] == present[name]
-        origin[name] = saved[name] if is_as_before else None
-        if not (is_as_before or saved[name] is None):
+    for name in ("trained", "rows", "readout", "loss"):
+        is_as_before = saved.get(name) == present[name]
+        origin[name] = present[name] if is_as_before else None
+        if not (is_as_before or saved.get(name) is None):
             logger.warning(
                 f"This training may have {ORIGIN[name]} than {checkpoint}: no plain run is compared with it."
             )
     return origin
+
+
+def reading_of(trainer: Trainer, readout: Callable | None) -> Origin:
+    """What reads the model of a trainer, and what scores it."""
+    pooling = getattr(getattr(inner_model(trainer.model), "config", None), "pooling", None)
+    smoothing = trainer.args.label_smoothing_factor
+    return {
+        "readout": f"{pooling} {_source_of(readout)}",
+        "loss": f"{smoothing} {_source_of(trainer.compute_loss_func)}",
+    }
+
+
+def _names_of_trained(model: nn.Module) -> str:
+    """A short text of the names of the parameters that are trained."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
 
 
 def _is_unread(rows: str | None) -> bool:
@@ -120,12 +138,16 @@ def fingerprint_of_rows(trainer: Trainer, data) -> str | None:
 
 
 def _fingerprint_of_sample(trainer: Trainer, data) -> str | None:
-    with drawing_apart(trainer, unwrapped(trainer.model)):
+    collator = trainer.data_collator
+    generators = []
+    if hasattr(collator, "generator") and hasattr(collator, "seed"):
+        generators = [(collator, "generator")]  # which it makes anew from its seed
+    with drawing_apart(trainer, unwrapped(trainer.model)), assigned(generators, None):
         # One by one, since padding depends on the other rows of a batch.
         tensors = [
             (f"{len(data)} {name}", value)
             for row in collated(trainer, data, SAMPLED_ROWS, batch_size=1)
-            for name, value in row.items()
+            for name, value in sorted(row.items())  # columns may come in any order
             if torch.is_tensor(value)
         ]
     return fingerprint_of_tensors(tensors) if tensors else None
@@ -140,7 +162,8 @@ def fingerprint_of_weights(model: nn.Module) -> str | None:
     sample = []
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         numbers = tensor.data
-        if type(numbers) is not torch.Tensor or numbers.is_meta or not numbers.numel():
+        is_whole = type(numbers) is torch.Tensor and numbers.layout is torch.strided
+        if not is_whole or numbers.is_meta or not numbers.numel():
             return None
         step = math.ceil(numbers.numel() / SAMPLED_NUMBERS)
         shape = f"{name} {tuple(numbers.shape)} {numbers.dtype}"
@@ -168,7 +191,8 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _source_of(function: Callable | None) -> str:
-    """The name of a function and a digest of its source, where that can be found; "own" for none."""
+    """The name of a function and a digest of its source, where that can be found, and of the arguments that a partial
+    has; "own" for none."""
     if function is None:
         return "own"
     inner = getattr(function, "func", function)  # of a partial
@@ -176,4 +200,6 @@ def _source_of(function: Callable | None) -> str:
         source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
     except (OSError, TypeError):
         source = ""
+    if isinstance(function, functools.partial):
+        source += re.sub(" at 0x[0-9a-f]+", "", f"{function.args} {function.keywords}")
     return f"{name_of(function)} {hashlib.sha256(source.encode()).hexdigest()[:16]}"

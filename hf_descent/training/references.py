@@ -91,8 +91,16 @@ class LastLayerReferences:
             readings = [{number: part.cpu() for number, part in reading.items()}]
             if trainer.args.world_size > 1:
                 readings = gather_object(readings)
-            by_name[name] = ReadSet(readings, rows, fingerprint_of_rows(trainer, rows))
+            by_name[name] = ReadSet(readings, rows, self._data_of(trainer, rows))
         self._sets[time] = by_name
+
+    def _data_of(self, trainer: Trainer, rows: Any) -> str | None:
+        """The fingerprint of a data set, found out at its first reading."""
+        for sets in self._sets.values():
+            for known in sets.values():
+                if known.rows is rows:
+                    return known.data
+        return fingerprint_of_rows(trainer, rows)
 
     def of_process(self, rows: Any, process: int, processes: int) -> dict[str, Reading]:
         """By the time, the readings of the data set `rows` by a process; none where it was not read by as many

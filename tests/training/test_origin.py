@@ -2,17 +2,24 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
 from tiny.data import Stream, classification_data
 from tiny.models import bert
+from tiny.tokenizers import word_tokenizer
 from tiny.training import config, fitted, watch
 from torch import nn
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+)
 
 from hf_descent import DescentTrainer
 from hf_descent.runs import RunFolder
-from hf_descent.training.origin import fingerprint_of_weights, origin_of
+from hf_descent.training.origin import fingerprint_of_rows, fingerprint_of_weights, origin_of
 
 
 ROWS = classification_data(64, pad=False)
@@ -43,6 +50,22 @@ def adapted(alpha=4, base_seed=0):
     return peft.get_peft_model(model, lora)
 
 
+def partly_frozen():
+    model = bert()
+    model.bert.embeddings.requires_grad_(False)
+    return model
+
+
+def with_sparse_buffer():
+    model = bert()
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    return model
+
+
+def token_at(model, hidden, inputs, position):
+    return model.classifier(hidden[:, position])
+
+
 def relabelled(rows):
     """The same inputs, a tenth of them with another label."""
     changed = [dict(row) for row in rows]
@@ -67,11 +90,24 @@ def relabelled(rows):
         pytest.param(
             {"model": adapted}, {"model": lambda: adapted(alpha=8)}, ["weights"], id="scale"
         ),
+        pytest.param({}, {"model": partly_frozen}, ["trained"], id="frozen parameters"),
         pytest.param({}, {"rows": list(ROWS)}, [], id="a copy of the rows"),
+        pytest.param(
+            {},
+            {"rows": [dict(reversed(row.items())) for row in ROWS]},
+            [],
+            id="the order of columns",
+        ),
         pytest.param({}, {"rows": OTHER_ROWS}, ["rows"], id="rows"),
         pytest.param({}, {"rows": relabelled(ROWS)}, ["rows"], id="labels"),
         pytest.param({}, {"rows": [*ROWS, *ROWS]}, ["rows"], id="number of rows"),
         pytest.param({"readout": first_token}, {"readout": last_token}, ["readout"], id="readout"),
+        pytest.param(
+            {"readout": partial(token_at, position=0)},
+            {"readout": partial(token_at, position=1)},
+            ["readout"],
+            id="arguments of a readout",
+        ),
     ],
 )
 def test_it_differs_in_what_is_another(tmp_path, one, other, names):
@@ -96,6 +132,18 @@ def test_weights_that_are_not_all_here_have_no_fingerprint():
     partitioned = nn.Linear(2, 2)
     partitioned.weight.data = torch.empty(0)  # as ZeRO-3 leaves it
     assert fingerprint_of_weights(partitioned) is None
+    assert fingerprint_of_weights(with_sparse_buffer()) is None
+
+
+def test_rows_that_a_collator_masks_by_its_seed_are_the_same_after_it_has_drawn(tmp_path):
+    tokenizer = word_tokenizer()
+    tokenizer.mask_token = "[UNK]"
+    rows = [{"input_ids": row["input_ids"]} for row in ROWS]
+    trainer = make(tmp_path, BertForMaskedLM(bert().config), rows)
+    trainer.data_collator = DataCollatorForLanguageModeling(tokenizer, seed=1)
+    before = fingerprint_of_rows(trainer, rows)
+    trainer.data_collator(rows)
+    assert before is not None and fingerprint_of_rows(trainer, rows) == before
 
 
 def test_a_training_records_what_it_started_from_and_its_checkpoints_keep_it(tmp_path):
@@ -160,6 +208,33 @@ def test_an_untrained_model_has_the_price_of_the_run_whose_weights_it_has(run, t
     assert expected is not None and plain_loss(later) == pytest.approx(expected)
     other_base = make(tmp_path, peft.PeftModel.from_pretrained(bert(seed=1), str(tmp_path)))
     assert plain_loss(other_base) is None
+
+
+def tripled(outputs, labels, num_items_in_batch=None):
+    return 3 * nn.functional.cross_entropy(outputs.logits, labels)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param({"readout": last_token}, id="readout"),
+        pytest.param({"compute_loss_func": tripled}, id="loss"),
+        pytest.param({"label_smoothing_factor": 0.5}, id="smoothing"),
+    ],
+)
+def test_a_saved_run_is_no_reference_for_what_reads_or_scores_its_model_in_another_way(
+    run, caplog, other
+):
+    def price(compute_loss_func=None, **given):
+        model = BertForSequenceClassification.from_pretrained(run)
+        trainer = make(run, model, **given)
+        trainer.compute_loss_func = compute_loss_func
+        trainer.evaluate()
+        return trainer._run.certificate.price
+
+    assert price().plain is not None and price().references
+    assert price(**other).plain is None and not price(**other).references
+    assert "_plain is not compared with: it had another " in caplog.text
 
 
 def begun(trainer, **resume):

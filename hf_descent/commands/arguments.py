@@ -101,7 +101,7 @@ def record_of(model: str) -> dict[str, Any]:
     record = RunFolder(run).read(RunFolder.DATA)
     if not record:
         record = _record_in_summary(RunFolder(model).summary)
-    # What is drawn from the rows of training is none of the rows that are measured.
+    # What is drawn from the examples of training is none of the rows that are measured.
     record.pop("max_train_samples", None)
     return {name: value for name, value in record.items() if value is not None}
 

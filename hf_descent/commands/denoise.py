@@ -92,7 +92,7 @@ parse = partial(parse_recipe, argument_types)
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
-    mean, layer losses). Of the test rows where there are any, else of the validation rows, there are
+    mean, layer losses). Of the test examples where there are any, else of the validation examples, there are
     `layer_profile.json` (at the training level) and `noise_curve.json`."""
     resume = resume_choice(args, model_args)
     set_seed(args.seed)
@@ -129,11 +129,11 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
 def report(
     trainer: DescentTrainer, rows: Mapping[str, Dataset], settings: dict[str, Any], draws: int
 ) -> str:
-    """Measures the validation and test rows, writes the results of the last, and prints both; the last lines of the
-    command."""
+    """Measures the validation and test examples, writes the results of the last, and prints both; the last lines of
+    the command."""
     args = trainer.args
     is_first = trainer.is_world_process_zero()
-    # The test rows come last, since the trainer's card is of what was measured last.
+    # The test examples come last, since the trainer's card is of what was measured last.
     for split in ("validation", "test"):
         if split not in rows:
             continue

@@ -1,4 +1,4 @@
-"""`hf-descent evaluate MODEL`: how good a model is under noise and at every layer, on held-out rows.
+"""`hf-descent evaluate MODEL`: how good a model is under noise and at every layer, on held-out examples.
 
 The task is read off the model's architecture; the data comes from flags, from a recipe (`--config`) or, as far as
 these do not say, from the record of the model's training. All models see the same noise on the same data, so that
@@ -77,7 +77,7 @@ class EvaluateArguments:
 
 @dataclass
 class Task:
-    """A model with the held-out rows that it is measured on."""
+    """A model with the held-out examples that it is measured on."""
 
     model: PreTrainedModel
     rows: Dataset
@@ -153,7 +153,7 @@ class InstructionArguments(AlpacaArguments):
     )
 
 
-# What a draw of validation rows from training rows depends on.
+# What a draw of validation examples from training examples depends on.
 DRAWS = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"}
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
 TASKS = {
@@ -343,7 +343,7 @@ def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, boo
     if own:
         seen = trained_on | chosen_by if was_selected else trained_on
         return split, not own.isdisjoint(seen)
-    # Drawn from training rows: those of the model, unless it was held out from the same by the same draw.
+    # Drawn from training examples: those of the model, unless it was held out from the same by the same draw.
     if _sources(arguments, "train").isdisjoint(trained_on):
         return split, False
     is_same_draw = all(

@@ -43,7 +43,7 @@ from .held_out import (
 
 
 SEARCH_ROWS = 256  # on which layers are left out; it takes some L passes over them for each layer
-HEALING_BATCH = 8  # training rows in a step
+HEALING_BATCH = 8  # training examples in a step
 
 
 @dataclass
@@ -130,8 +130,8 @@ parse = partial(parse_model, (ExitArguments, DataArguments))
 def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
     """Prints the tables, and writes them as json into the output folder.
 
-    A classifier's threshold is calibrated, and layers are chosen, on the validation rows; all is reported on the test
-    rows. The training rows heal.
+    A classifier's threshold is calibrated, and layers are chosen, on the validation examples; all is reported on the
+    test rows. The training examples heal.
     """
     folder = results_folder(name, args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement

@@ -30,7 +30,7 @@ Pair = Mapping[str, Any]  # a `prompt` and its `completion`, or `None`
 class HeldOutRows:
     """Rows to choose by, others to report on, and the settings of an evaluation that reads them.
 
-    `train` are the rows of training, for a command that trains.
+    `train` are the examples of training, for a command that trains.
     """
 
     validation: Dataset | list
@@ -60,8 +60,8 @@ def classifier_rows(
     image_column: str,
     trains: bool = False,
 ) -> HeldOutRows:
-    """The validation and test rows of a classifier, as one half of the validation rows each without test rows; those
-    of training where the command `trains`."""
+    """The validation and test examples of a classifier, as one half of the validation examples each without test
+    examples; those of training where the command `trains`."""
     if type(model).__name__.endswith("ForImageClassification"):
         dataset = load_image_classification(data_args, image_column, data_args.label_column)
         dataset = align_classes(dataset, model.config.id2label)
@@ -73,7 +73,7 @@ def classifier_rows(
         settings = {"processing_class": tokenizer}
     _warn_of_training_rows(name, data_args)
 
-    # Without test rows one half of the others is for the report.
+    # Without test examples one half of the others is for the report.
     validation = dataset["validation"]
     test = dataset.get("test")
     if test is None:

@@ -120,7 +120,7 @@ def run(name: str, args: LensArguments, data_args: DataArguments) -> None:
 def _classifier_rows(
     name: str, model: PreTrainedModel, args: LensArguments, data_args: DataArguments
 ) -> HeldOutRows:
-    """The rows of the file, or the test rows of a run; with `fit` also rows of training."""
+    """The rows of the file, or the test examples of a run; with `fit` also examples of training."""
     fits = args.fit != "none"
     if args.data is None:
         return classifier_rows(name, model, data_args, args.image_column, fits)

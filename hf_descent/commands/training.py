@@ -26,7 +26,7 @@ from .closing import after_training, closing_lines
 class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
 
-    # Whether the validation rows choose between this run and others.
+    # Whether the validation examples choose between this run and others.
     searched: ClassVar[bool] = False
 
     overwrite_output_dir: bool = HfArg(
@@ -161,10 +161,10 @@ def _train_arm(
 
 
 def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> str:
-    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables; the last
-    lines of the command, which say what was found and what comes next.
+    """Evaluates on the validation and test examples, writes the result files, and prints them as short tables; the
+    last lines of the command, which say what was found and what comes next.
 
-    `all_results.json` has the metrics and layer losses on both. Of the test rows where there are any there is
+    `all_results.json` has the metrics and layer losses on both. Of the test examples where there are any there is
     `layer_profile.json`, also at the training level (`layer_profile_gamma_LEVEL.json`) and, where noise levels are
     given, `noise_curve.json`.
     """
@@ -174,7 +174,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
         for split, prefix in {"validation": "eval", "test": "test"}.items():
             if split not in dataset:
                 continue
-            # From here on `metrics` and `measured` are of the last one: of the test rows where there are any.
+            # From here on `metrics` and `measured` are of the last one: of the test examples where there are any.
             metrics = _metrics(trainer, dataset[split], prefix)
             measured = (split, prefix)
             numbers = [metrics[f"{prefix}_{name}"] for name in (accuracy, "loss")]

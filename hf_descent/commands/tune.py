@@ -1,7 +1,7 @@
-"""`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation rows, by Optuna.
+"""`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation examples, by Optuna.
 
 Every trial is a whole run of the command (`classify`, ...) in its own folder, judged by the metric at the noise level
-of training on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output
+of training on the VALIDATION rows; test examples are never read. Optuna keeps the trials in `study.db` in the output
 folder, under a name made of their settings: the same search goes on after an interruption (one process at a time),
 another one starts from the beginning. Feasible trials rank before infeasible ones; baselines have no constraints.
 """
@@ -77,7 +77,9 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     gamma = float(args.gamma_train)
     ranges = search_space(tune_args, args)
     for name in ("test_split", "test_file", "test_files"):
-        if hasattr(data_args, name):  # so that the reports of the command are on validation rows
+        if hasattr(
+            data_args, name
+        ):  # so that the reports of the command are on validation examples
             data_args = replace(data_args, **{name: None})
 
     def train(trial) -> float:

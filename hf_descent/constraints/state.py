@@ -39,7 +39,7 @@ class _Step(NamedTuple):
 
     number: int
     sums: HostCopy  # [layers + 1], of its layer losses, and what to divide them by
-    held_out: HostCopy | None  # [layers], the losses of held-out rows, where they were read
+    held_out: HostCopy | None  # [layers], the losses of held-out examples, where they were read
 
 
 class DualState:
@@ -172,7 +172,7 @@ class DualState:
 
     def take_step(self, sums: torch.Tensor, step: int, layers: Any = None) -> None:
         """What follows an optimizer step: its layer losses are logged, and the dual step is taken on them or, every
-        `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads.
+        `DUAL_EVERY` steps, on those of held-out examples, which `layers` reads.
 
         `sums` `[L + 1]` are the sums of the layer losses, and at the end the number to divide them by. The step does
         not count if this number is 0 or a loss is not finite.

@@ -18,8 +18,8 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by the channels of an image, as Pillow 
 def load_image_classification(
     args: SplitArguments, image_column: str, label_column: str
 ) -> DatasetDict:
-    """The labelled rows of an image classification task: "train", "validation" and, where it is given, "test", each
-    with the columns `image` and `labels` (a `ClassLabel`).
+    """The labelled examples of an image classification task: "train", "validation" and, where it is given, "test",
+    each with the columns `image` and `labels` (a `ClassLabel`).
 
     ValueError where no data is named, or a column or a label is not there, as of texts (`data/text.py`).
     """

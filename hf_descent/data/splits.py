@@ -1,4 +1,4 @@
-"""Splits of a data set: from a Hub name or local files to training, validation and test rows."""
+"""Splits of a data set: from a Hub name or local files to training, validation and test examples."""
 
 import math
 from collections import Counter
@@ -162,7 +162,7 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
-    """Draws validation rows from the training rows if there are none; keeps as many of each as `args` allows.
+    """Draws validation examples from the training examples if there are none; keeps as many of each as `args` allows.
 
     Held-out rows are shuffled, since files are often sorted by class.
     """

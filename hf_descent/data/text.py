@@ -54,8 +54,8 @@ class DataArguments(SplitArguments):
 
 
 def load_text_classification(args: DataArguments) -> DatasetDict:
-    """The labelled rows of a text classification task: "train", "validation" and, where it is given, "test", each with
-    the columns `text`, `text_pair` (only for pairs) and `labels` (a `ClassLabel`).
+    """The labelled examples of a text classification task: "train", "validation" and, where it is given, "test",
+    each with the columns `text`, `text_pair` (only for pairs) and `labels` (a `ClassLabel`).
 
     The classes are those of the training split, by the rule of `hf_descent/data/labels.py`: the names of a
     `ClassLabel` column, or the sorted labels of any other. Rows without a label are dropped; their number is shown.
@@ -78,8 +78,8 @@ def load_for_model(
     model: PreTrainedModel,
     with_training: bool = False,
 ) -> DatasetDict:
-    """The splits of [`load_text_classification`] as tokens, with the classes of a trained model. Of the training rows
-    there is one alone, which names the columns, unless they are asked for."""
+    """The splits of [`load_text_classification`] as tokens, with the classes of a trained model. Of the training
+    examples there is one alone, which names the columns, unless they are asked for."""
     dataset = load_text_classification(args)
     if not with_training:
         dataset["train"] = dataset["train"].select([0])

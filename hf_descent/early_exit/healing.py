@@ -141,7 +141,7 @@ class HealingTrainer(Trainer):
     def evaluate_layers(
         self, eval_dataset: Dataset | None = None, max_rise: float = 0.05, **settings
     ) -> LayerSetProfile:
-        """The task loss of the shorter model beside that of the whole one, on held-out rows.
+        """The task loss of the shorter model beside that of the whole one, on held-out examples.
 
         The verdict says, with 95 % confidence, whether it is above that by at most `max_rise`, a share. `settings` are
         those of [`~early_exit.layer_set_profile`], such as `batch_size`. Each process reads all rows.

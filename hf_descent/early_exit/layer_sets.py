@@ -1,4 +1,4 @@
-"""Which layers a model can do without: nested sets of layers, found on some held-out rows and measured on others.
+"""Which layers a model can do without: nested sets of layers, found on some held-out examples and measured on others.
 
 A model that stops early leaves out its last layers. Those in the middle are often worth less. The search is greedy: it
 leaves out, one after the other, the layer without which the loss on the search rows is least. Every set contains the
@@ -53,15 +53,16 @@ class LayerSetProfile(Result):
         metric (`str`): name of the metric.
         losses, values (float64 `[n]`): the task loss and the metric.
         ratios (float64 `[n]`): each loss over that of all layers.
-        lower, upper (float64 `[n]`): ends of the 95 % intervals of the ratios; infinite where there are too few rows.
-        items (`int`): labelled rows or tokens that were read.
+        lower, upper (float64 `[n]`): ends of the 95 % intervals of the ratios; infinite where there are too few
+            examples.
+        items (`int`): labelled examples or tokens that were read.
         max_rise (`float`): the share by which the loss may rise; the verdicts are about it.
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
         learned (`list[bool]`, *optional*): whether each set's loss is shown not to be at chance, as in a verdict.
         at_chance (`list[bool]`, *optional*): whether each set's loss is shown to be at chance.
         healed (`list[bool]`, *optional*): of each set, whether a model that was healed to it stands for it.
-        agreement (float64 `[n]`, *optional*): share of the labelled rows or tokens for which the set predicts the same
-            class as all layers; none for models that predict numbers.
+        agreement (float64 `[n]`, *optional*): share of the labelled examples or tokens for which the set predicts
+            the same class as all layers; none for models that predict numbers.
     """
 
     layers: list[list[int]]
@@ -159,7 +160,7 @@ class LayerSetProfile(Result):
         return row
 
     def _interval(self, index: int) -> str:
-        """The interval of the rise of a set, in words; "-" where there are too few rows for one."""
+        """The interval of the rise of a set, in words; "-" where there are too few examples for one."""
         lower = 100 * (self.lower[index] - 1)
         upper = 100 * (self.upper[index] - 1)
         if not np.isfinite(upper - lower):
@@ -204,7 +205,7 @@ def find_layer_sets(
 
     Args:
         model (`nn.Module`): with a stack of layers, on its device.
-        dataset (`Dataset` or `DataLoader`): labelled rows.
+        dataset (`Dataset` or `DataLoader`): labelled examples.
         fewest (`int`): layers of the smallest set, at least 1.
         settings: `batch_size`, `processing_class`, `progress` and the other arguments of
             [`~evaluation.scoring.Evaluation`].

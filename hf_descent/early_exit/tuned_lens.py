@@ -88,11 +88,11 @@ def fit_lens(
     seed: int = 0,
     **settings,
 ) -> TunedLens:
-    """Train the maps by the KL divergence from the last layer's predictions, on labelled rows of training.
+    """Train the maps by the KL divergence from the last layer's predictions, on labelled examples of training.
 
     Args:
         model (`PreTrainedModel`): a classifier or a language model, on its device; it is left as it is.
-        dataset (`Dataset` or list): labelled rows. Labels only say what is read.
+        dataset (`Dataset` or list): labelled examples. Labels only say what is read.
         steps, learning_rate, seed: of AdamW, whose rate rises for a twentieth of the steps and falls to 0, and of the
             order of the rows. The default rate is 0.01 up to a width of 64, and falls with the width.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of

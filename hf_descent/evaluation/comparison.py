@@ -92,7 +92,7 @@ class Run:
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the constraints hold on held-out rows at the training level (a baseline was not trained to meet
+        """Whether the constraints hold on held-out examples at the training level (a baseline was not trained to meet
         them). `None` as for [`certificate`]."""
         verdict = self.certificate
         return None if verdict is None else verdict.feasible

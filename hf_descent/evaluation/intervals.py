@@ -69,7 +69,7 @@ def confidence_limits(rows: np.ndarray, confidence: float = 0.95) -> tuple[np.nd
         rows (float64 `[n, ...]`): the draws; columns are judged each for itself.
         confidence (`float`): of both limits together; each errs in half of the rest.
 
-    Infinite where there are too few rows to tell.
+    Infinite where there are too few examples to tell.
     """
     check_confidence(confidence)
     one_sided = (1 + confidence) / 2
@@ -96,7 +96,7 @@ def limits_above_chance(
 
 def half_widths(rows: np.ndarray, confidence: float = 0.95) -> np.ndarray:
     """Half-widths `[...]` of the intervals between the [`confidence_limits`] of `rows` `[n, ...]`; not a number where
-    there are too few rows."""
+    there are too few examples."""
     lower, upper = confidence_limits(rows, confidence)
     width = upper - lower
     return np.where(np.isinf(width), np.nan, width / 2)

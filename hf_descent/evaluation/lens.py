@@ -39,7 +39,7 @@ class Lens(Result):
         values, value_radii (float64 `[L]`): the metric.
         entropies, entropy_radii (float64 `[L]`): mean entropy of the predictions, in nats: 0 is sure.
         norms, norm_radii (float64 `[L]`): mean Euclidean norm of the hidden states of all tokens.
-        items (`int`): labelled rows or tokens.
+        items (`int`): labelled examples or tokens.
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
         fitted_losses, fitted_radii (float64 `[L]`, *optional*): the task loss, read through a map that was fitted to
             each layer in front of the head.
@@ -128,7 +128,7 @@ def lens(
 
     Args:
         model (`nn.Module`): a classifier or a language model, on its device.
-        dataset (`Dataset` or `DataLoader`): labelled held-out rows.
+        dataset (`Dataset` or `DataLoader`): labelled held-out examples.
         fitted (function, *optional*): the outputs of every layer for a batch, read in another way, such as
             `fit_lens(model, train).layer_outputs`; their losses stand beside those by the head alone.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of

@@ -108,7 +108,7 @@ class NoiseCurve(Result):
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
-        of the data and the draws of the noise; not a number with too few rows or where the property is `None`."""
+        of the data and the draws of the noise; not a number with too few examples or where the property is `None`."""
         if self.parts is None:
             return float("nan")
         return half_widths(self.parts_of(name), confidence)

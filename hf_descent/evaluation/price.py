@@ -21,7 +21,7 @@ class Reference:
     Attributes:
         name (`str`): the time, in words; or `PLAIN`.
         loss (`float`): f_L then.
-        upper (`float`, *optional*): the upper end of its 95 % interval; `None` where there were too few rows.
+        upper (`float`, *optional*): the upper end of its 95 % interval; `None` where there were too few examples.
         rows (float64 `[n, 2]`, *optional*): for each row of the data that is judged, the loss then, summed over its
             items, and the number of items; zeros where it was not measured. `None` where these are not known.
         is_same_data (`bool`): whether the loss is known to be of the data that is judged. Else it is shown, and
@@ -180,7 +180,7 @@ def price_of(
     allowed: float | None = None,
     plain: Reference | None = None,
 ) -> Price:
-    """The price of a model by its held-out rows.
+    """The price of a model by its held-out examples.
 
     Args:
         rows (float64 `[n, L + 1]`): as `certify` takes them.
@@ -245,7 +245,7 @@ def _mean(rows: np.ndarray) -> float:
 
 
 def _mean_limits(rows: np.ndarray) -> tuple[float, float]:
-    """The 95 % limits of the mean over items; `rows` `[n, 2]` are sums and items. Infinite with too few rows."""
+    """The 95 % limits of the mean over items; `rows` `[n, 2]` are sums and items. Infinite with too few examples."""
     if len(rows) < LEAST_ROWS:
         return -np.inf, np.inf
     _, of_rows = values_of_rows(lambda means: means, rows)

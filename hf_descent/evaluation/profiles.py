@@ -153,7 +153,7 @@ class LayerProfile(Result):
     @property
     def loss_radii(self) -> np.ndarray:
         """Half-widths `[L]` of the 95 % intervals of `losses`, over the choice of the data and the noise; not a number
-        with too few rows."""
+        with too few examples."""
         if self.row_sums is None:
             return np.full(self.losses.shape, np.nan)
         return loss_radii(self.row_sums)

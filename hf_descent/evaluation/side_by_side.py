@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 PLAIN_FOLDER = "_plain"
 # Of this package's arguments those that plain training depends on, too.
 OF_THE_INPUT = {"noise_gamma", "noise_sigma"}
-# How the texts begin that stand for training rows which cannot be compared.
+# How the texts begin that stand for training examples which cannot be compared.
 UNREAD = "unread-"
 # What a training starts from, as `descent_config.json` names it, and what another one starts from.
 ORIGIN = {
@@ -46,7 +46,7 @@ class SideBySide:
         objective (`str`): that objective.
         seconds (`tuple`): how long plain training and the other took; `None` for one where it is not known.
         difference (`str`, *optional*): what plain training is known to have had beside another objective, such as
-            other training rows.
+            other training examples.
     """
 
     plain: LayerProfile

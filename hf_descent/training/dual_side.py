@@ -40,7 +40,8 @@ def make_dual(
     """The dual side of a run: that of the `checkpoint` it goes on from, else a new one. Of a model that is only
     evaluated it has the problem that the model was trained on.
 
-    The multipliers move on `dual_dataset`, or on the rows of training. `inputs` is a batch to try the model out on.
+    The multipliers move on `dual_dataset`, or on the examples of training. `inputs` is a batch to try the model out
+    on.
     """
     inputs = layers.task.short(inputs)
     _warn_of_half_precision(layers.task, inputs)
@@ -127,7 +128,7 @@ def _rows_at_hand(trainer: Trainer):
 
 
 def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
-    """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training rows, or not."""
+    """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training examples, or not."""
     args = trainer.args
     if dual_dataset is None or not trainer.is_in_train:
         return None

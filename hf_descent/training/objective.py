@@ -73,7 +73,7 @@ class LayerObjective:
         totals = self.summed(sums)  # [layers + 1]
 
         if skipped:
-            # Warm-up may end with this step, or held-out rows be read, as with any other.
+            # Warm-up may end with this step, or held-out examples be read, as with any other.
             totals = torch.zeros_like(totals)
 
         self.dual.take_step(totals, step.number, self.layers)

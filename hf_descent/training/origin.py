@@ -105,12 +105,12 @@ def _names_of_trained(model: nn.Module) -> str:
 
 
 def _is_unread(rows: str | None) -> bool:
-    """Whether the text of training rows stands for data that cannot be compared."""
+    """Whether the text of training examples stands for data that cannot be compared."""
     return rows is not None and rows.startswith(UNREAD)
 
 
 def _rows_of(trainer: Trainer) -> str | None:
-    """The fingerprint of the training rows, or the name of data that have none; `None` where there is neither."""
+    """The fingerprint of the training examples, or the name of data that have none; `None` where there is neither."""
     data = trainer.train_dataset
     fingerprint = fingerprint_of_rows(trainer, data)
     if fingerprint is not None:
@@ -132,7 +132,9 @@ def fingerprint_of_rows(trainer: Trainer, data) -> str | None:
         first = _fingerprint_of_sample(trainer, data)
         second = _fingerprint_of_sample(trainer, data)
     except Exception as error:  # only the loader of a user's own trainer can read these rows
-        logger.info(f"The rows of {type(data).__name__} cannot be compared with others: {error!r}.")
+        logger.info(
+            f"The examples of {type(data).__name__} cannot be compared with others: {error!r}."
+        )
         return None
     return first if first == second else None
 

@@ -131,7 +131,7 @@ def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
     """Prints the tables, and writes them as json into the output folder.
 
     A classifier's threshold is calibrated, and layers are chosen, on the validation examples; all is reported on the
-    test rows. The training examples heal.
+    test examples. The training examples heal.
     """
     folder = results_folder(name, args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement

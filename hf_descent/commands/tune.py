@@ -77,9 +77,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     gamma = float(args.gamma_train)
     ranges = search_space(tune_args, args)
     for name in ("test_split", "test_file", "test_files"):
-        if hasattr(
-            data_args, name
-        ):  # so that the reports of the command are on validation examples
+        # So that the reports of the command are on validation examples.
+        if hasattr(data_args, name):
             data_args = replace(data_args, **{name: None})
 
     def train(trial) -> float:

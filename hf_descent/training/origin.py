@@ -182,9 +182,8 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
     """The floating-point attributes of a module, and its tables of such (the scale of an adapter)."""
     numbers = {}
     for name, value in vars(module).items():
-        if name.startswith(
-            ("_", "neftune")
-        ):  # the latter is an argument, there while training runs
+        # `neftune_noise_alpha` is an argument, and there only while training runs.
+        if name.startswith(("_", "neftune")):
             continue
         parts = list(value.values()) if isinstance(value, dict) else [value]
         if parts and all(isinstance(part, float) for part in parts):

@@ -441,7 +441,7 @@ class _Judged:
 
     @property
     def _chance(self) -> str:
-        return f"limit {AT_CHANCE * self.problem.chance:.4g}"
+        return f"{AT_CHANCE * self.problem.chance:.4g} or more"
 
     @property
     def _remedy(self) -> str:

@@ -157,7 +157,7 @@ class Price:
             return None
         return (
             f"the last layer is {100 * self.share:.1f} % worse than {PLAIN} "
-            f"(limit {100 * self.allowed:.3g} %)"
+            f"({100 * self.allowed:.3g} % is allowed)"
         )
 
     def __str__(self) -> str:

@@ -107,8 +107,9 @@ class DescentCallback(TrainerCallback):
 def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
     """What the console shows of a logging step in training, in one line; `None` for other logs.
 
-    The last layer's loss f_L, the layer that is furthest behind (where all constraints are met, nearest to its limit),
-    the largest violation that training acts on (targets with their `target_margin`), and the range of the multipliers.
+    The last layer's loss f_L, the layer that is furthest behind (where all constraints are met, nearest to what it is
+    asked), the largest violation that training acts on (targets with their `target_margin`), and the range of the
+    multipliers.
     """
     violations = _by_row("violation", logs)
     if "loss" not in logs or not violations:
@@ -123,9 +124,9 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
     if held_out in logs:  # which the violation is of
         of = "held-out loss"
         loss = logs[held_out]
-    limit = loss - violations[name]
-    which = "furthest behind" if violations[name] > 0 else "nearest to its limit"
-    parts.append(f"{which}: layer {layer}, {of} {_number(loss)} (limit {_number(limit)})")
+    asked = loss - violations[name]
+    which = "furthest behind" if violations[name] > 0 else "nearest to what it is asked"
+    parts.append(f"{which}: layer {layer}, {of} {_number(loss)} (asked {_number(asked)})")
 
     if "max_acting_violation" in logs:
         multipliers = _by_row("multiplier", logs).values()

@@ -121,10 +121,10 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     ("mean", "settings", "reason"),
     [
         ([0.7, 0.5], {}, "missed by 0.2"),
-        ([1.0, 0.5], {"bound": 2.0}, "layer 1 is at chance (limit 0.98)"),
-        ([0.98, 0.5], {"bound": 2.0}, "layer 1 may be at chance (limit 0.98)"),
-        ([0.4, 0.99], {}, "the last layer is at chance (limit 0.98)"),
-        ([0.4, 0.979], {}, "the last layer may be at chance (limit 0.98)"),
+        ([1.0, 0.5], {"bound": 2.0}, "layer 1 is at chance (0.98 or more)"),
+        ([0.98, 0.5], {"bound": 2.0}, "layer 1 may be at chance (0.98 or more)"),
+        ([0.4, 0.99], {}, "the last layer is at chance (0.98 or more)"),
+        ([0.4, 0.979], {}, "the last layer may be at chance (0.98 or more)"),
         ([0.499, 0.4], {}, "interval too wide; some "),
         ([0.501, 0.4], {}, "missed, by less than the interval"),
         ([0.4, 0.3], {"chance": None}, "the loss at chance is not known"),
@@ -149,11 +149,11 @@ def test_a_layer_at_chance_that_misses_its_target_is_said_to_be_at_chance():
     noise = 0.02 * np.random.default_rng(3).normal(size=(400, 2))
     losses = np.array([1.0, 0.4]) + noise - noise.mean(0)
     problem = DescentProblem(None, 1.0, 2, loss_targets={1: 0.5})
-    assert judged(problem, losses).reasons == ["layer 1 is at chance (limit 0.98)"]
+    assert judged(problem, losses).reasons == ["layer 1 is at chance (0.98 or more)"]
 
     with_cls = judged(problem, losses, reads_one_token=True)
     assert with_cls.verdicts == ["not met"]
-    assert with_cls.reasons == ['layer 1 is at chance (limit 0.98); try `readout="mean"`']
+    assert with_cls.reasons == ['layer 1 is at chance (0.98 or more); try `readout="mean"`']
     untrained = judged(problem, losses + np.array([0, 0.6]), reads_one_token=True)
     assert "readout" not in untrained.reasons[0]
 

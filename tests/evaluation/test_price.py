@@ -151,7 +151,7 @@ def profile(last):
 def test_a_verdict_that_is_met_says_that_the_model_is_worse_than_plain_training(tmp_path):
     plain = losses(3.0)
     dear = verdict(plain * 1.147, plain=profile(plain))
-    warning = "the last layer is 14.7 % worse than plain training (limit 2 %)"
+    warning = "the last layer is 14.7 % worse than plain training (2 % is allowed)"
     assert dear.verdicts == ["met"]
     assert dear.headline == f"VERDICT: MET, price +14.7 % (+14.7 % to +14.7 %), but {warning}"
 
@@ -191,7 +191,9 @@ def test_a_profile_keeps_that_of_plain_training_on_the_disk(tmp_path):
     read = LayerProfile.from_json(str(tmp_path / "layer_profile.json"))
     headline = read.certificate().headline
     assert headline == trained.certificate().headline
-    assert headline.endswith("but the last layer is 14.7 % worse than plain training (limit 2 %)")
+    assert headline.endswith(
+        "but the last layer is 14.7 % worse than plain training (2 % is allowed)"
+    )
 
 
 def test_the_interval_of_the_price_is_paired_by_example_and_holds_as_often_as_stated():

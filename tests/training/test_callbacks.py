@@ -54,7 +54,7 @@ def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):
         loss = log[f"layer_loss_{behind}"]
         limit = loss - violations[behind]
         assert f"step {log['step']}/4 | f_L {log['loss']:.3g} | " in line
-        assert f"layer {behind}, loss {loss:.3g} (limit {limit:.3g})" in line
+        assert f"layer {behind}, loss {loss:.3g} (asked {limit:.3g})" in line
         assert ("multipliers" in line) == (log["step"] > 2)
 
     multipliers = [logs[1][f"multiplier_{layer}"] for layer in (1, 2, 3)]
@@ -92,8 +92,8 @@ def test_the_violation_that_training_acts_on_has_its_margin(tmp_path):
 @pytest.mark.parametrize(
     ("violation", "expected"),
     [
-        (-0.02, "nearest to its limit: layer 2, loss 0.321 (limit 0.341)"),
-        (0.019, "furthest behind: layer 2, loss 0.321 (limit 0.302)"),
+        (-0.02, "nearest to what it is asked: layer 2, loss 0.321 (asked 0.341)"),
+        (0.019, "furthest behind: layer 2, loss 0.321 (asked 0.302)"),
     ],
 )
 def test_the_line_of_a_step_names_a_loss_and_its_limit(violation, expected):
@@ -116,7 +116,7 @@ def test_the_line_of_held_out_examples_has_their_loss_and_their_limit(tmp_path):
     for log in logs:
         line = training_line(log, log["step"], 8)
         loss = log["dual_layer_loss_1"]
-        assert f"layer 1, held-out loss {loss:.3g} (limit 0.5)" in line
+        assert f"layer 1, held-out loss {loss:.3g} (asked 0.5)" in line
     assert logs[-1]["layer_loss_1"] < 0.9 * logs[-1]["dual_layer_loss_1"]
 
 

@@ -158,6 +158,9 @@ def exit_ratios(tests: list[dict], plain: list[dict]) -> list[float]:
     return ratios
 
 
+SAME_AS_PLAIN = ("plain, early stopping",)  # the page says so
+
+
 def denoisers(task: str) -> str:
     on_video = task != "photos"
     level = list(script("controlled").GAMMAS[task]).index(0.15)
@@ -166,10 +169,14 @@ def denoisers(task: str) -> str:
     ]  # fmt: skip
     if on_video:
         header.append("another video")
-    arms = controlled(task)
+    arms = {arm: found for arm, found in controlled(task).items() if arm not in SAME_AS_PLAIN}
     names = [[arm, f"{rate:g}"] for arm, (rate, _) in arms.items()]
     _, plain = arms["plain"]
     cells = [denoiser_columns(runs, plain, level, on_video) for _, runs in arms.values()]
+    if not on_video:  # its models that are cut first are compared at layer 3
+        header.insert(2, "f_3")
+        for columns, (_, runs) in zip(cells, arms.values()):
+            columns.insert(0, [run["test"]["losses"][2] for run in runs])
     return means_with_spread(header, names, cells, 2)
 
 
@@ -575,7 +582,8 @@ def smollm2_noise() -> str:
 
 
 def gpu_steps() -> str:
-    return table_of(
+    """A case stands in the first of its rows alone."""
+    table = table_of(
         "gpu steps",
         {
             "case": "case",
@@ -583,14 +591,18 @@ def gpu_steps() -> str:
             "s a step": "s a step",
             "ratio, both rounds": "time, plain = 1",
             "peak memory, stock Trainer = 1": "peak memory, plain = 1",
-            "start in steps": "start, in steps",
+            "start in steps": "extra time before the first step, in steps",
         },
         digits={"ratio, both rounds": 2, "peak memory, stock Trainer = 1": 2},
     )
+    for case in {row["case"] for row in rows_of("gpu steps")}:
+        first, *others = table.split(f"| {case} |")
+        table = f"{first}| {case} |" + "| |".join(others)
+    return table
 
 
 def launches() -> str:
-    header = ["model", "plain step", "our step", "ratio", "asked for"]
+    header = ["model", "plain step", "our step", "ratio", "our aim"]
     header += ["plain batch of evaluation", "ours", "ratio"]
     rows = []
     for case in json.loads((RESULTS / "launches.json").read_text())["cases"].values():
@@ -605,7 +617,7 @@ def launches() -> str:
 
 def launch_times() -> str:
     cases = json.loads((RESULTS / "launches.json").read_text())["cases"].values()
-    header = ["model", "time, plain = 1", "lower quartile", "upper quartile", "asked for"]
+    header = ["model", "time, plain = 1", "lower quartile", "upper quartile", "our aim"]
     rows = []
     for case in cases:
         asked = ""
@@ -891,7 +903,9 @@ def depths(task: str) -> str:
 
     if len(arms["plain"]) > 1:
         trained = [losses for name, _, losses in rows if name != "plain"]
-        lines.append(["*largest standard deviation but of plain*", "", "", *spread(trained, depth)])
+        lines.append(
+            ["*largest standard deviation, without plain*", "", "", *spread(trained, depth)]
+        )
     header = ["training", "models", "time, plain = 1"]
     return markdown([*header, *(f"f_{layer}" for layer in range(1, depth + 1))], lines)
 

@@ -200,14 +200,14 @@ def denoiser_summary() -> str:
 
 def texts() -> str:
     header = [
-        "data", "arm", "learning rate", "accuracy", "at layer 3", "noise 1", "noise 2", "typos", "other data",
+        "data", "arm", "accuracy", "at layer 3", "noise 1", "noise 2", "typos", "other data",
     ]  # fmt: skip
     names, cells = [], []
     for task, data, other in (("imdb", "IMDb", "rt_polarity"), ("rt_polarity", "rt-polarity", "imdb")):  # fmt: skip
         other = {"rt_polarity": "rt-polarity"}.get(other, other)
-        for arm, (rate, runs) in controlled(task).items():
+        for arm, (_, runs) in controlled(task).items():
             tests = [run["test"] for run in runs]
-            names.append([data, arm, f"{rate:g}"])
+            names.append([data, arm])
             cells.append(
                 [
                     [test["accuracy"][-1] for test in tests],
@@ -233,8 +233,12 @@ def text_losses() -> str:
 
 def deep_classifier(what: str, layers=(5, 10, 15, 17, 20, 25, 29, 30)) -> str:
     """Of SmolLM2's 30 layers those that show the course, the mean of two seeds."""
+    names = {"descent": "constrained, default"}
     rows = [
-        [arm, *(mean([run["test"][what][layer - 1] for run in runs], 3) for layer in layers)]
+        [
+            names.get(arm, arm),
+            *(mean([run["test"][what][layer - 1] for run in runs], 3) for layer in layers),
+        ]
         for arm, (_, runs) in controlled("smollm2").items()
     ]
     return markdown(["training", *(f"layer {layer}" for layer in layers)], rows)
@@ -564,9 +568,18 @@ def smollm2_exits(rates: str) -> str:
         numbers = [mean([run[c] for run in runs], d) for c, d in zip(columns, digits)]
         certified = [run["certified f_15 / f_30"] for run in runs]
         least = mean(certified, 2) if all(certified) else "none"
-        cells.append([arm, f"{rate:g}", str(len(runs)), *numbers, least])
+        cells.append([of_language_model(arm), f"{rate:g}", str(len(runs)), *numbers, least])
     header = ["training", "learning rate", "seeds", *columns, "least certified f_15 / f_30"]
     return markdown(header, cells)
+
+
+def of_language_model(arm: str) -> str:
+    """What an arm of SmolLM2 as a language model trains: its recipes name the layers."""
+    names = {
+        "descent": "exits at 10 and 15",
+        "deep supervision": "deep supervision of layers 10, 15 and 30",
+    }
+    return names.get(arm, arm)
 
 
 def smollm2_noise() -> str:
@@ -575,7 +588,7 @@ def smollm2_noise() -> str:
         rows[row["noise of training"], row["arm"]].append(row)
     levels = ["0", "0.25", "0.5", "0.75", "1", "1.5"]
     cells = [
-        [arm, f"{trained:g}", str(len(runs)), *(mean([run[level] for run in runs], 3) for level in levels)]
+        [of_language_model(arm), f"{trained:g}", str(len(runs)), *(mean([run[level] for run in runs], 3) for level in levels)]
         for (trained, arm), runs in sorted(rows.items(), key=lambda item: item[0][0])
     ]  # fmt: skip
     return markdown(["training", "its noise", "seeds", *(f"noise {level}" for level in levels)], cells)  # fmt: skip
@@ -734,21 +747,12 @@ def all_of(name: str, digits: int | None = None) -> str:
     return table_of(name, columns, dict.fromkeys(others, digits))
 
 
-def smollm2_gpu() -> str:
-    columns = ["arm", "steps", "f_10", "f_15", "f_25", "f_30", "f_15 / f_30"]
-    columns += ["token accuracy at 15", "token accuracy at 30"]
-    return table_of("SmolLM2, an epoch on a GPU", {column: column for column in columns})
-
-
-def smollm2_drafts() -> str:
-    columns = {
-        "arm": "training, learning rate",
-        "layer": "layers that draft",
-        "greedy tokens": "share of tokens predicted",
-        "with the shortlist": "time with a shortlist, plain decoding = 1",
-        "without it": "time without it",
-    }
-    return table_of("SmolLM2, drafts for 64 instructions", columns)
+def smollm2_gpu(*columns: str) -> str:
+    rows = [
+        [of_language_model(row["arm"]), *(shown(row[column]) for column in columns)]
+        for row in rows_of("SmolLM2, an epoch on a GPU")
+    ]
+    return markdown(["training", *columns], rows)
 
 
 MODELS = {"denoiser": "denoiser", "minilm": "MiniLM", "imdb": "MiniLM, IMDb", "lm": "tiny Llama"}
@@ -823,7 +827,7 @@ def defaults_by_kind() -> str:
 
 
 def price_by_kind() -> str:
-    """The price of the defaults, that of the same without a limit on the last layer's loss, and the gain kept."""
+    """The price of the defaults, that of the same without a limit on the last layer's loss, and the share of gain."""
     header, lines = script("defaults").table(lines_of("defaults.jsonl"))
     lines = [dict(zip(header, line)) for line in lines]
     free = {line["kind"]: line for line in lines if line["arm"] == "no limit"}
@@ -832,7 +836,7 @@ def price_by_kind() -> str:
         for line in lines
         if line["arm"] == "defaults" and line["kind"] in free
     ]
-    return markdown(["kind", "price", "at 0.02, no limit", "gain kept"], rows)
+    return markdown(["kind", "price", "at 0.02, no limit", "share of gain"], rows)
 
 
 def language_model_exits() -> str:
@@ -860,7 +864,7 @@ def exits_of_language_models() -> str:
     )
 
     (epoch,) = [row for row in rows_of("SmolLM2, an epoch on a GPU") if row["arm"] == "descent"]
-    training = f"all weights, an epoch of {epoch['steps']} steps"
+    training = f"all weights, {epoch['steps']} steps, about an epoch"
     rows.append(["SmolLM2-135M", "15 of 30", training, "1", "1.1", f"{epoch['f_15 / f_30']:.2f}"])
 
     adapters = [
@@ -1080,8 +1084,18 @@ TABLES = {
     "imdb-minilm": partial(all_of, "imdb-minilm", 3),
     "alpaca-stories260k": partial(all_of, "alpaca-stories260k", 3),
     "video-ut": partial(all_of, "video-ut", 2),
-    "smollm2 GPU": smollm2_gpu,
-    "smollm2 drafts": smollm2_drafts,
+    "smollm2 GPU": partial(
+        smollm2_gpu,
+        "steps",
+        "f_10",
+        "f_15",
+        "f_25",
+        "f_30",
+        "f_15 / f_30",
+        "token accuracy at 15",
+        "token accuracy at 30",
+    ),
+    "smollm2 GPU summary": partial(smollm2_gpu, "steps", "f_15", "f_30", "f_15 / f_30"),
     "step machines": step_machines,
     "gpu": gpu_steps,
     "launches": launches,

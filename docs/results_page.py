@@ -587,10 +587,10 @@ def smollm2_noise() -> str:
     for row in rows_of("SmolLM2, noise"):
         rows[row["noise of training"], row["arm"]].append(row)
     levels = ["0", "0.25", "0.5", "0.75", "1", "1.5"]
-    cells = [
-        [of_language_model(arm), f"{trained:g}", str(len(runs)), *(mean([run[level] for run in runs], 3) for level in levels)]
-        for (trained, arm), runs in sorted(rows.items(), key=lambda item: item[0][0])
-    ]  # fmt: skip
+    cells = []
+    for (trained, arm), runs in sorted(rows.items(), key=lambda item: item[0][0]):
+        accuracies = [mean([run[level] for run in runs], 3) for level in levels]
+        cells.append([of_language_model(arm), f"{trained:g}", str(len(runs)), *accuracies])
     return markdown(["training", "its noise", "seeds", *(f"noise {level}" for level in levels)], cells)  # fmt: skip
 
 

@@ -5,8 +5,9 @@ to the loss f_L that the model has, so they even get easier when it gets worse. 
 
     E f_L <= (1 + delta) f_best,      delta = `max_last_layer_rise`,
 
-with f_best the lowest value that the running mean of f_L has had so far. While f_L is above the limit the multipliers
-shrink by the share rho = `Multipliers.SHRINKAGE` in each dual step, whatever the violations g.
+with f_best the lowest upper limit that a running mean of f_L has had so far (see "Noise"). Once the evidence that f_L
+is above the limit has become large, the multipliers shrink by the share rho = `Multipliers.SHRINKAGE` in each dual
+step, whatever the violations g, until no evidence is left.
 
 **Where training rests.** If the constraints can be met within the limit, the guard does nothing there. Otherwise
 f_L swings below its limit, and multipliers grow in some steps and shrink in the others. With plain ascent (step size
@@ -26,16 +27,22 @@ whose multiplier is c: of all models with that f_L, training finds the one that 
 growth backs off after each rise (see "Pace"), f_L at rest lies a part of the way from f_best to its limit.
 
 **Noise.** A single batch says little about f_L, so the guard adds up evidence over steps (a CUSUM test). With s the
-standard deviation of a batch's f_L, estimated from the differences between successive steps, so that a trend does not
-count as noise:
+standard deviation of a batch's f_L,
 
-    evidence <- [evidence + (f_L - limit) / s - 1/4]   kept within 0 and 24,   of which a step adds at most 3.
+    evidence <- evidence + min((f_L - limit) / s - 1/4, 3),   kept within 0 and 24.
+
+s is the root of half the mean squared difference between successive steps, so that a trend does not count as noise. Of
+this mean over about the last 10 steps and that over about the last half of the steps the larger counts. s is 0.001 of
+the limit at least.
 
 Multipliers take the share `1 - evidence / 12` of the change that the dual rule wants. From 12 on they stand still, and
 at 24 they begin to shrink. A rise of the loss that ends by itself, as after a step of the optimizer that went too far,
-holds the multipliers where they are but does not undo them. Once they shrink, evidence above 12 no longer counts, and
-they shrink until it is back at 0. f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half
-of the steps so far. Its window grows with the run, so that chance does not make f_best lower and lower.
+holds the multipliers where they are but does not undo them. Once they shrink, evidence is 12 at most, and they shrink
+until it is back at 0.
+
+f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps so far. In m the newest
+of t losses has the weight 4 / (t + 3), but at most the larger of 1/t and 1/10. Its window grows with the run, so that
+chance does not make f_best lower and lower.
 
 **Rises of plain training.** In a step in which all multipliers are 0, the objective is f_L alone. The last step
 without evidence is the CUSUM test's estimate of where a rise began. If no multiplier acted in that step, the
@@ -43,10 +50,10 @@ constraints did not begin the rise. At 24 the guard then forgets all about f_L, 
 multipliers are free. Otherwise a leap of the optimizer in the warm-up would keep them at 0.
 
 **Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
-rest again. Each time that they begin to shrink, their pace becomes a fifth of what it was. It recovers by 2 % in each
-step that does not shrink them, up to 1: after a single rise it is back there in log 5 / log 1.02 = 82 steps. Where f_L
-keeps coming back to its limit, the pace falls until about as many steps of growth lie between two rises. The form of
-the point of rest does not depend on the pace, which acts as a smaller eta.
+rest again. Each time that they begin to shrink, their pace becomes a fifth of what it was, but not less than 0.001. It
+recovers by 2 % in each step that does not shrink them, up to 1: after a single rise it is back there in
+log 5 / log 1.02 = 82 steps. Where f_L keeps coming back to its limit, the pace falls until about as many steps of
+growth lie between two rises. The form of the point of rest does not depend on the pace, which acts as a smaller eta.
 
 With held-out examples f_L is read every few optimizer steps. Evidence, f_best and the pace then count readings.
 

@@ -59,7 +59,8 @@ class Certificate(Result):
         max_violation (`float`): the largest violation, in units of the loss.
         shortfall (`float`): how much of the way from chance down to what is asked the worst layer may still miss, as a
             share, by the upper end of its interval; 0 where every constraint is within its tolerance.
-        descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
+        descent_share (`float`, *optional*): see [`DescentProblem.descent_share`].
+        largest_rise (`float`, *optional*): the largest rise of the loss from a layer to the next, as a share.
         gamma (`float`): noise level of the input.
         confidence (`float`): of each interval, which has two sides: *met* is wrong in (1 - confidence) / 2 of cases.
         multipliers (`list[float]`, *optional*): of each constraint, in the training.

@@ -141,7 +141,8 @@ class LayerProfile(Result):
 
     @property
     def descent_share(self) -> float | None:
-        """See [`DescentProblem`]; with constraints or without. `None` where f_L is not shown to be below chance."""
+        """See [`DescentProblem.descent_share`]; with constraints or without. `None` where f_L is not shown to be below
+        chance."""
         if self.problem is not None:
             return self.certificate().descent_share
         depth = len(self.losses)

@@ -311,6 +311,7 @@ def specification() -> str:
     for task, (_, arms, _) in SPECIFICATIONS.items():
         kind = task.split("_")[0]
         exits = benchmark.exits_of(task)
+        case = [MODELS[kind], asked_of(task)]
         for arm in arms:
             found = searches(task, arm)
             met = [benchmark.found_by(runs) for runs in found]
@@ -323,8 +324,7 @@ def specification() -> str:
             last = [run["certify"][-1] for run in shown_runs]
             rows.append(
                 [
-                    MODELS[kind],
-                    asked_of(task),
+                    *case,
                     ARMS[arm],
                     f"{sum(map(bool, met))} of {len(met)}",
                     str(sum(map(len, found))),
@@ -334,6 +334,7 @@ def specification() -> str:
                     *[*ratios, ""][:2],
                 ]
             )
+            case = ["", ""]  # in the first of its rows alone
     header = [
         "model", "asked", "training", "seeds that met it", "runs in all", "f_L", "spread",
         "f_L against plain", "first exit / f_L", "second exit / f_L",
@@ -474,13 +475,14 @@ def defaults_runs(kind: str) -> dict[str, list[dict]]:
 def defaults() -> str:
     rows = []
     for kind in script("runs_to_specification").TASKS:
+        model = MODELS[kind]
         for name, own in defaults_runs(kind).items():
             _, found = at_best_rate(own)
             last = len(found[0]["certify"])
             middle = (last + 1) // 2
             rows.append(
                 [
-                    MODELS[kind],
+                    model,
                     name,
                     f"{sum(run['met'] for run in found)} of {len(found)}",
                     mean([run["share"] for run in found], 2),
@@ -490,6 +492,7 @@ def defaults() -> str:
                     mean([run["values"][-1] for run in found], 3),
                 ]
             )
+            model = ""  # in the first of its rows alone
     header = [
         "model", "training", "met", "descent share", "f_3", "f_L", "metric at layer 3",
         "metric at the last layer",

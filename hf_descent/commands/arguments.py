@@ -40,7 +40,7 @@ SHORT_HELP = {
     "train_files": "videos: files, folders of frames, or patterns of them",
     "test_files": "videos for the report after training",
     "split_by": "hold out whole videos, or the end of each",
-    "validation_file": "examples that choose a checkpoint",
+    "validation_file": "examples that can choose a checkpoint",
     "test_file": "examples for the verdict after training",
     "text_column": "column of the text",
     "label_column": "column of the class",

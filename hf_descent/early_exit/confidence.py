@@ -193,7 +193,7 @@ class ConfidenceExit:
             samples = correct.shape[1]
             logger.warning(
                 f"No early exit is shown to lose at most {max_loss:g} of the accuracy on these {samples} "
-                "samples: all samples will pass all layers. Give more data or a larger `max_loss`."
+                "samples, so every sample will run through all layers. Give more data or a larger `max_loss`."
             )
         return self
 

@@ -89,7 +89,7 @@ class ExitProfile(Result):
             kept_low = np.full(len(self.values), np.nan)
         columns = (self.values, self.kept, kept_low, self.losses, self.seconds, self.speedups)
         for layer, (value, kept, low, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
-            shares = [f"{100 * kept:.1f} %", f"{100 * low:.1f} %"]
+            shares = [f"{100 * kept:.1f} %", f"{100 * low:.1f} %" if np.isfinite(low) else "-"]
             times = [f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"]
             rows.append([f"{layer}", f"{value:.5g}", *shares, f"{loss:.5g}", *times])
         return (

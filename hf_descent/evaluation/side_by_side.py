@@ -100,12 +100,18 @@ class SideBySide:
         verdict = self.certificate
         if verdict is None:
             return "\n".join([*lines, f"{self._price}."])
-        met = self.plain_certificate.verdicts.count(MET)
-        plainly = f"Plain training meets {met} of these {len(verdict.rows)} constraints."
-        return "\n".join([*lines, str(verdict), plainly])
+        return "\n".join([*lines, str(verdict), self._plainly()])
 
     def __str__(self) -> str:
         return f"{self.tables}\n{self.headline}"
+
+    def _plainly(self) -> str:
+        """What plain training meets of the constraints of the other."""
+        verdicts = self.plain_certificate.verdicts
+        met = verdicts.count(MET)
+        if len(verdicts) == 1:
+            return f"Plain training {'meets' if met else 'does not meet'} this constraint."
+        return f"Plain training meets {met} of these {len(verdicts)} constraints."
 
     def _times(self) -> list[str]:
         """The line about the time of both trainings; none where one is not known."""
@@ -221,10 +227,9 @@ def seconds_in(folder: str) -> float | None:
     """How long the training of a folder took; `None` where neither its `descent_config.json` nor its
     `trainer_state.json` tells."""
     run = RunFolder(folder)
-    seconds = run.summary.get("train_seconds")
-    if seconds is None:
-        seconds = seconds_of_logs(run.read(TRAINER_STATE_NAME).get("log_history", []))
-    return seconds
+    if "train_seconds" in run.summary:
+        return run.summary["train_seconds"]  # `None` of a training that was resumed
+    return seconds_of_logs(run.read(TRAINER_STATE_NAME).get("log_history", []))
 
 
 def seconds_of_logs(logs: Iterable[Mapping[str, Any]]) -> float | None:

@@ -415,9 +415,9 @@ def _find_head(
 
 def _report_replay(readout: Callable | None, trains: bool) -> None:
     if readout is None:
-        logger.info_once("Layers are read by the model's own head, run once per layer.")
+        logger.info_once("Layers are read by the model's head.")
         return
-    logger.info_once("Layers are read by `readout`, run once per layer.")
+    logger.info_once("Layers are read by `readout`.")
     if trains:
         logger.warning_once(
             "`readout` is not saved: loaded, or cut by `truncate`, the model has its own head, and its card gives "

@@ -172,7 +172,11 @@ def train_both(
                 RunFolder(trainer.args.output_dir).write({f"layer_profile{plain.ending}": plain})
             trainer.accelerator.wait_for_everyone()
 
-    trainer.train(where_to_go_on(trainer, resume))
+    checkpoint = where_to_go_on(trainer, resume)
+    trainer.train(checkpoint)
+    seconds = None  # a resumed training logs the time of its last part alone
+    if not checkpoint:
+        seconds = seconds_of_logs(trainer.state.log_history)
     profile = trainer.evaluate_layers(eval_dataset, **settings)
     folder = plain_folder(trainer.args.output_dir)
     if plain is None:  # finished before
@@ -184,8 +188,7 @@ def train_both(
             f"{folder!r}, and resume."
         )
 
-    seconds = (seconds_in(folder), seconds_of_logs(trainer.state.log_history))
-    return SideBySide(plain, profile, trainer.args.objective, seconds)
+    return SideBySide(plain, profile, trainer.args.objective, (seconds_in(folder), seconds))
 
 
 def where_to_go_on(trainer: Trainer, resume: str | bool | None) -> str | bool | None:

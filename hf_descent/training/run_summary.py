@@ -77,7 +77,9 @@ def _training_summary(
         "origin": record.origin,
     }
     seconds = seconds_of_logs(trainer.state.log_history)
-    if seconds is not None:
+    if record.resumed_from is not None:
+        summary["train_seconds"] = None  # its logs tell the time of the last part alone
+    elif seconds is not None:
         summary["train_seconds"] = seconds
 
     if has_length(trainer.train_dataset):

@@ -1,6 +1,7 @@
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tiny.data import toy_rows
@@ -93,3 +94,9 @@ def test_only_rows_that_suffice_show_that_a_layer_keeps_the_metric(count, expect
     assert profile.shown() == expected
     verb = "No layer before the last is shown" if expected is None else "Layer 2 of 3 is shown"
     assert f"{verb} to keep 99 % of the accuracy" in str(profile)
+
+
+def test_a_dash_stands_where_the_examples_tell_no_share():
+    profile = exit_profile(bert(num_layers=3), toy_rows(8), batch_size=8, repeats=1)
+    assert not np.isfinite(profile.kept_low).any()
+    assert "inf" not in str(profile) and "nan" not in str(profile)

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..configs import DescentArguments
 from ..constraints.objectives import objective_class
+from ..constraints.problem import DescentProblem
 from ..runs import RunFolder
 from .certificates import MET, Certificate, plain_reference
 from .price import Price, percent, price_of
@@ -100,7 +101,7 @@ class SideBySide:
         verdict = self.certificate
         if verdict is None:
             return "\n".join([*lines, f"{self._price}."])
-        return "\n".join([*lines, str(verdict), self._plainly()])
+        return "\n".join([*lines, str(verdict), self._plainly(), *self._exits()])
 
     def __str__(self) -> str:
         return f"{self.tables}\n{self.headline}"
@@ -112,6 +113,21 @@ class SideBySide:
         if len(verdicts) == 1:
             return f"Plain training {'meets' if met else 'does not meet'} this constraint."
         return f"Plain training meets {met} of these {len(verdicts)} constraints."
+
+    def _exits(self) -> list[str]:
+        """What each layer with a target costs against the whole of the plain model: a target refers to a last layer
+        that has its own price."""
+        plain = self.plain.losses[-1]
+        depth = len(self.trained.losses)
+        problem = DescentProblem(**self.trained.problem)
+        layers = {row.layer for row in problem.rows if row.is_target}
+        if not plain > 0:
+            return []
+        return [
+            f"Cut after layer {layer}, the loss is {percent(self.trained.losses[layer - 1] / plain - 1)} against "
+            f"all {depth} layers of plain training."
+            for layer in sorted(layers - {depth})
+        ]
 
     def _times(self) -> list[str]:
         """The line about the time of both trainings; none where one is not known."""

@@ -106,6 +106,8 @@ def test_the_plain_run_has_a_folder_of_its_own_and_is_told_beside_the_other(tmp_
 
     assert f"Last layer: {price}" in text and "bound_1" in text
     assert "Plain training does not meet this constraint." in text and "price" in text
+    cost = f"{100 * (own[0] / other[-1] - 1):+.1f} %"
+    assert f"Cut after layer 1, the loss is {cost} against all 3 layers of plain training." in text
     assert text.endswith(found.certificate.headline) and text.count("VERDICT") == 1
     # What it returns is printed by the user, so nothing of it is logged.
     assert "Plain training does not meet" not in caplog.text

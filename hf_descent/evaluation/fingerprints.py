@@ -24,7 +24,12 @@ class Fingerprint:
     def text(self) -> str:
         """The text of the batches of all processes, each of which calls."""
         batches = sorted(of_all_processes(self._batches, self._accelerator))
-        return hashlib.sha256(repr(batches).encode()).hexdigest()[:16]
+        return digest_of(repr(batches))
+
+
+def digest_of(text: str) -> str:
+    """A short text that differs for another `text`."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:

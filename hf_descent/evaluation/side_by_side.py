@@ -118,11 +118,11 @@ class SideBySide:
         """What each layer with a target costs against the whole of the plain model: a target refers to a last layer
         that has its own price."""
         plain = self.plain.losses[-1]
+        if not plain > 0:
+            return []
         depth = len(self.trained.losses)
         problem = DescentProblem(**self.trained.problem)
         layers = {row.layer for row in problem.rows if row.is_target}
-        if not plain > 0:
-            return []
         return [
             f"Cut after layer {layer}, the loss is {percent(self.trained.losses[layer - 1] / plain - 1)} against "
             f"all {depth} layers of plain training."
@@ -171,6 +171,11 @@ def plain_profiles(folder: str, summary: Mapping[str, Any]) -> list[LayerProfile
     return plain.results(LayerProfile, "layer_profile*")
 
 
+def is_unread(text: str | None) -> bool:
+    """Whether a text of [`ORIGIN`] stands for training examples that cannot be compared."""
+    return text is not None and text.startswith(UNREAD)
+
+
 def is_plain_run_of(summary: Mapping[str, Any], plain: RunFolder) -> bool:
     """Whether a folder tells of plain training with the settings of the run of `summary`, from the same weights and on
     the same rows. The log says why not where its settings are the same."""
@@ -206,7 +211,7 @@ def known_difference(
     """What the training of `other` is known to have had in place of that of `origin`; `None` where nothing is."""
     for name, another in ORIGIN.items():
         texts = {(origin or {}).get(name), (other or {}).get(name)}
-        is_known = not any(text is None or text.startswith(UNREAD) for text in texts)
+        is_known = not any(text is None or is_unread(text) for text in texts)
         if is_known and len(texts) > 1:
             return another
     return None

@@ -5,7 +5,6 @@ may be trained by the same arguments in the same folder.
 """
 
 import functools
-import hashlib
 import inspect
 import itertools
 import math
@@ -21,9 +20,9 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..evaluation.fingerprints import fingerprint_of_tensors
+from ..evaluation.fingerprints import digest_of, fingerprint_of_tensors
 from ..evaluation.scoring import name_of
-from ..evaluation.side_by_side import ORIGIN, UNREAD
+from ..evaluation.side_by_side import ORIGIN, UNREAD, is_unread
 from ..logs import get_logger
 from ..readout.stack import inner_model, unwrapped
 from ..readout.tape import assigned
@@ -69,7 +68,7 @@ def origin_of(
     saved = RunFolder(checkpoint).summary.get("origin")
     if not saved:
         return {}
-    if _is_unread(saved["rows"]) and _is_unread(present["rows"]):
+    if is_unread(saved["rows"]) and is_unread(present["rows"]):
         _names[trainer.train_dataset] = saved["rows"]
         present["rows"] = saved["rows"]
     return _resumed(saved, present, checkpoint)
@@ -101,12 +100,7 @@ def reading_of(trainer: Trainer, readout: Callable | None) -> Origin:
 def _names_of_trained(model: nn.Module) -> str:
     """A short text of the names of the parameters that are trained."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return hashlib.sha256(repr(names).encode()).hexdigest()[:16]
-
-
-def _is_unread(rows: str | None) -> bool:
-    """Whether the text of training examples stands for data that cannot be compared."""
-    return rows is not None and rows.startswith(UNREAD)
+    return digest_of(repr(names))
 
 
 def _rows_of(trainer: Trainer) -> str | None:
@@ -174,8 +168,7 @@ def fingerprint_of_weights(model: nn.Module) -> str | None:
     settings = [
         (name, type(module).__name__, _numbers_of(module)) for name, module in model.named_modules()
     ]
-    text = f"{settings} {fingerprint_of_tensors(sample)}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest_of(f"{settings} {fingerprint_of_tensors(sample)}")
 
 
 def _numbers_of(module: nn.Module) -> dict[str, Any]:
@@ -203,4 +196,4 @@ def _source_of(function: Callable | None) -> str:
         source = ""
     if isinstance(function, functools.partial):
         source += re.sub(" at 0x[0-9a-f]+", "", f"{function.args} {function.keywords}")
-    return f"{name_of(function)} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    return f"{name_of(function)} {digest_of(source)}"

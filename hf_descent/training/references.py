@@ -121,14 +121,15 @@ class LastLayerReferences:
         with the fingerprint `data`, or else of the first set, which is then one of other data."""
         references = []
         for time, sets in self._sets.items():
+            if not sets:
+                continue
             own = [known for known in sets.values() if known.is_of(rows, data)]
-            for known in [*own, *sets.values()][:1]:
-                if (known.losses[:, 1] > 0).any():
-                    references.append(
-                        Reference.measured(
-                            time, known.losses, is_same_data=bool(own), is_paired=False
-                        )
-                    )
+            chosen = own[0] if own else next(iter(sets.values()))
+            losses = chosen.losses
+            if (losses[:, 1] > 0).any():
+                references.append(
+                    Reference.measured(time, losses, is_same_data=bool(own), is_paired=False)
+                )
         return references
 
     def save(self, folder: str) -> None:

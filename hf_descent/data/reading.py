@@ -6,20 +6,24 @@
 - json (lines, or a list of rows): JSON's own types. A text stays a text, also if it looks like a date, and a column of
   several types is a `datasets.Json`, which gives back what the file holds.
 - parquet: the types that are stored in the file.
+
+Rows of csv and json files are held in memory.
 """
 
+import csv
 import glob
+import io
+import json
 import lzma
+import reprlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from datasets import Dataset, load_dataset
+import fsspec
+from datasets import Dataset, Json, load_dataset
 from datasets.exceptions import DatasetGenerationError
-
-from .csv_files import load_csv
-from .files import file_version
-from .json_files import load_json
 
 
 FILE_TYPES = {
@@ -31,6 +35,7 @@ FILE_TYPES = {
     ".parquet": "parquet",
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz")
+SEPARATORS = (",", ";", "\t", "|")
 UNREADABLE = (
     DatasetGenerationError,
     ValueError,
@@ -87,13 +92,105 @@ def _file_type(path: str) -> str | None:
 
 
 def _load(path: str, file_type: str, columns: Sequence[str]) -> Dataset:
-    if file_type == "csv":
-        return load_csv(path, columns)
-    if file_type == "json":
-        return load_json(path)
-    return load_dataset(
-        "parquet",
-        name=f"version-{file_version(path)}",  # or rows of a former one come from the cache
-        data_files=glob.escape(path),  # or brackets in it would make it a pattern
-        split="train",
-    )
+    if file_type == "parquet":
+        system, address = fsspec.url_to_fs(path)
+        return load_dataset(
+            "parquet",
+            name=f"version-{system.ukey(address)}",  # or rows of a former one come from the cache
+            data_files=glob.escape(path),  # or brackets in it would make it a pattern
+            split="train",
+        )
+
+    # Without a byte order mark; line ends stay as they are.
+    with fsspec.open(
+        path, "rt", encoding="utf-8-sig", newline="", compression="infer", expand=False
+    ) as file:
+        text = file.read()
+    rows = _json_rows(text) if file_type == "json" else _csv_rows(text, columns)
+    if not rows:
+        raise ValueError("it has no examples")
+
+    return _as_dataset(rows)
+
+
+def _as_dataset(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    """The rows, all with the same columns; a column of several types as a `datasets.Json`."""
+    columns = {}
+    mixed = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row.get(name) for row in rows]
+        if len({type(value) for value in values if value is not None}) > 1:
+            mixed.append(name)
+            values = [None if value is None else json.dumps(value) for value in values]
+        columns[name] = values
+
+    dataset = Dataset.from_dict(columns, on_mixed_types="use_json")
+    for name in mixed:
+        dataset = dataset.cast_column(name, Json())
+    return dataset
+
+
+def _csv_rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    """ValueError for a line with more or fewer values than the first one has names, and for quotes out of place."""
+    separator, names = _header(text, columns)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows = []
+    try:
+        next(lines)
+        for cells in lines:
+            if not cells:  # a blank line
+                continue
+            if len(cells) != len(names):
+                raise ValueError(
+                    f"line {lines.line_num} has {len(cells)} values for {len(names)} columns; put a value that "
+                    f"holds the separator {separator!r} in double quotes"
+                )
+            rows.append(dict(zip(names, cells)))
+    except csv.Error as error:
+        raise ValueError(
+            f"line {lines.line_num}: {error}; double each quote in a value and put the value in quotes"
+        ) from error
+    return rows
+
+
+def _header(text: str, columns: Sequence[str]) -> tuple[str, list[str]]:
+    """The separator under which the first line names most of `columns`, and the names that it then has."""
+    line = io.StringIO(text, newline="").readline()
+    headers = {}
+    for separator in SEPARATORS:
+        cells = next(csv.reader([line], delimiter=separator), [])
+        headers[separator] = [name.strip() for name in cells]
+
+    def columns_named(separator: str) -> int:
+        return len(set(columns).intersection(headers[separator]))
+
+    separator = max(SEPARATORS, key=columns_named)
+    names = headers[separator]
+    if not names:
+        raise ValueError("its first line is empty")
+    for name in columns:
+        if names.count(name) > 1:
+            raise ValueError(f"two of its columns have the name {name!r}")
+    return separator, names
+
+
+def _json_rows(text: str) -> list[dict[str, Any]]:
+    """ValueError for what is no JSON, and for a row that is no object."""
+    is_list = text.lstrip().startswith("[")
+    rows = json.loads(text) if is_list else _json_lines(text)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"example {number} is {reprlib.repr(row)}, which is no object")
+    return rows
+
+
+def _json_lines(text: str) -> list[Any]:
+    values = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            values.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    return values

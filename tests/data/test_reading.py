@@ -291,6 +291,11 @@ def test_a_missing_file_is_named(tmp_path, suffix):
         read(tmp_path / f"rows{suffix}")
 
 
+def test_a_file_may_hold_one_column_of_several_types(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [{"text": 1}, {"text": "1"}])
+    assert read(path)["text"][:] == [1, "1"]
+
+
 @pytest.mark.parametrize("label", [[1], [], {"a": 1}, {}])
 def test_one_json_row_with_a_nested_value_is_a_row(tmp_path, label):
     row = {"text": "a", "label": label}

@@ -189,13 +189,6 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         dataset = super()._held_out(dataset)
         if not isinstance(dataset, Dataset | IterableDataset):
             return dataset
-        if "input_ids" not in get_dataset_column_names(dataset) and not self._skip_prepare_dataset:
-            packing = self.args.eval_packing
-            if packing is None:
-                packing = self.args.packing
-            dataset = self._prepare_dataset(
-                dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
-            )
         # With TRL's columns, which hold the lengths of packed documents.
         collate = self._get_collator_with_removed_columns(self.data_collator)
 
@@ -203,6 +196,18 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             return self._prepare_inputs(collate(rows))
 
         return DataLoader(dataset, self.args.eval_batch_size, collate_fn=prepared)
+
+    def _prepared(self, rows):
+        if self._skip_prepare_dataset or not isinstance(rows, Dataset | IterableDataset):
+            return rows
+        if "input_ids" in get_dataset_column_names(rows):
+            return rows
+        packing = self.args.eval_packing
+        if packing is None:
+            packing = self.args.packing
+        return self._prepare_dataset(
+            rows, self.processing_class, self.args, packing, self._formatting_func, "eval"
+        )
 
     def _run_summary(self):
         summary = super()._run_summary()

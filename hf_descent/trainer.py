@@ -454,7 +454,11 @@ class DescentMixin:
 
         readings = self._last_layer_readings(run.evaluation.rows)
         unpaired = earlier_last_layer(
-            self, run.references, run.evaluation.rows, run.has_started, self._readout
+            self,
+            run.references,
+            self._prepared(run.evaluation.rows),
+            run.has_started,
+            self._readout,
         )
         rows = evaluation.gathered(self.accelerator, run.totals, readings, unpaired)
         additions, certificate = evaluation.layer_metrics(
@@ -603,13 +607,14 @@ class DescentMixin:
             settings["readings"] = self._last_layer_readings(known_rows)
         settings.update(kwargs)
 
-        rows = self._held_out(eval_dataset)
+        dataset = self._prepared(evaluation.chosen_dataset(self.eval_dataset, eval_dataset))
+        rows = self._held_out(dataset)
         profile = layer_profile(model, rows, **settings)
 
         if not has_noise:  # as they were read
             run = self._run
             unpaired = earlier_last_layer(
-                self, run.references, rows, run.has_started, self._readout
+                self, run.references, dataset, run.has_started, self._readout
             )
             profile.references = with_paired(unpaired, profile.references)
         if "problem" not in kwargs:
@@ -638,7 +643,11 @@ class DescentMixin:
             profile.keep_plain(plain)
 
     def _held_out(self, dataset):
-        return evaluation.chosen_dataset(self.eval_dataset, dataset)
+        return self._prepared(evaluation.chosen_dataset(self.eval_dataset, dataset))
+
+    def _prepared(self, rows):
+        """The examples that evaluations read of a data set: those of the trainer's own are prepared already."""
+        return rows
 
     # ---- a run and its checkpoints ----
 

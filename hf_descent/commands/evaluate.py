@@ -31,11 +31,14 @@ from ..data.text import DataArguments, load_for_model
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import LayerProfile, layer_profiles, noise_curve
 from ..evaluation.intervals import check_confidence
+from ..evaluation.price import Reference
+from ..evaluation.scoring import Evaluation
 from ..evaluation.side_by_side import plain_profile
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
 from ..readout.pooling import reads_one_token
 from ..runs import RunFolder, tables
+from ..training.origin import reading_by
 from ..training.references import references_of
 from .arguments import absolute, parse_model, record_of
 from .closing import next_step
@@ -274,7 +277,7 @@ def _profiles(
     profiles = layer_profiles(task.model, task.rows, levels, problem=problem, **settings)
     for profile in profiles:
         if not profile.gamma:  # as they were read
-            profile.references = references_of(summary)
+            profile.references = _earlier_last_layer(task, settings, summary)
 
     if problem is None:
         problem = stated_problem(summary, profiles)
@@ -289,6 +292,15 @@ def _profiles(
             profile.keep_plain(plain)
 
     return profiles
+
+
+def _earlier_last_layer(
+    task: Task, settings: Mapping[str, Any], summary: Mapping[str, Any]
+) -> list[Reference]:
+    """f_L at earlier times of the training; known to be of these rows where training read the same."""
+    data = Evaluation(task.model, task.rows, **settings).fingerprint_of_rows()
+    smoothing = summary.get("arguments", {}).get("label_smoothing_factor") or 0.0
+    return references_of(summary, data, reading_by(task.model, smoothing=smoothing))
 
 
 def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> dict[str, Any]:

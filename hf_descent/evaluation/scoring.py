@@ -25,7 +25,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.labels import IGNORE_INDEX, documents_of
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.stack import inner_model
-from .fingerprints import fingerprint_of_tensors
+from .fingerprints import fingerprint_of_examples, fingerprint_of_tensors, sample_of
 
 
 Metric = str | Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -140,6 +140,11 @@ class Evaluation:
         numbered = islice(enumerate(loader), first, None, step)
         for index, batch in progress_bar(numbered, self.progress, desc=title, total=total):
             yield index, self._prepare(batch)
+
+    def fingerprint_of_rows(self) -> str | None:
+        """That of a sample of the rows, which trainings record of theirs; the data set has a length."""
+        examples = DataLoader(sample_of(self.dataset), collate_fn=self._collate)
+        return fingerprint_of_examples(len(self.dataset), examples)
 
     def _prepare(self, batch):
         inputs = send_to_device(batch, next(self.model.parameters()).device)

@@ -13,16 +13,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from accelerate import Accelerator
 from torch import nn
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
+from ..evaluation.fingerprints import sample_of
 from ..losses.chance import ChanceLoss, unmeasurable
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
@@ -123,8 +123,7 @@ def collated(
     if isinstance(data, IterableDataset) or not has_length(data):
         rows = islice(data, most_rows)
     else:
-        chosen = np.linspace(0, len(data) - 1, min(len(data), most_rows)).astype(int)
-        data = Subset(data, np.random.default_rng(SEED).permutation(chosen).tolist())
+        data = sample_of(data, most_rows)
         rows = map(data.__getitem__, range(len(data)))
 
     # Leaves columns out that the model does not take.

@@ -10,7 +10,7 @@ from transformers.trainer_utils import has_length
 from ..evaluation import LayerProfile
 from ..evaluation.price import Reference
 from ..evaluation.profiles import fingerprint_of
-from ..evaluation.side_by_side import known_difference, of_same_data, plain_profiles
+from ..evaluation.side_by_side import of_same_data, plain_profiles
 from ..readout.stack import unwrapped
 from ..runs import RunFolder, training_arguments
 from .chance import drawing_apart
@@ -40,10 +40,10 @@ def earlier_last_layer(
         return []
 
     summary = RunFolder(loaded_from(trainer.model)).summary
-    is_read_alike = known_difference(summary.get("origin"), reading_of(trainer, readout)) is None
-    if "last_layer_losses" not in summary or not is_read_alike:
+    if "last_layer_losses" not in summary:
         return []
-    return references_of(summary, fingerprint_of_rows(trainer, rows))
+    data = fingerprint_of_rows(trainer, rows)
+    return references_of(summary, data, reading_of(trainer, readout))
 
 
 def plain_profiles_of(

@@ -16,11 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..evaluation.fingerprints import digest_of, fingerprint_of_tensors
+from ..evaluation.fingerprints import (
+    SAMPLED_ROWS,
+    digest_of,
+    fingerprint_of_examples,
+    fingerprint_of_tensors,
+)
 from ..evaluation.scoring import name_of
 from ..evaluation.side_by_side import ORIGIN, UNREAD, is_unread
 from ..logs import get_logger
@@ -32,8 +37,6 @@ from .chance import collated, drawing_apart
 
 logger = get_logger(__name__)
 
-# Of a data set: others that differ in a twentieth hardly ever agree in all of these rows.
-SAMPLED_ROWS = 64
 SAMPLED_NUMBERS = 256  # of each tensor
 
 # Data that cannot be compared with others, and the texts that stand for them while this process runs.
@@ -89,11 +92,21 @@ def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
 
 def reading_of(trainer: Trainer, readout: Callable | None) -> Origin:
     """What reads the model of a trainer, and what scores it."""
-    pooling = getattr(getattr(inner_model(trainer.model), "config", None), "pooling", None)
     smoothing = trainer.args.label_smoothing_factor
+    return reading_by(trainer.model, readout, trainer.compute_loss_func, smoothing)
+
+
+def reading_by(
+    model: nn.Module,
+    readout: Callable | None = None,
+    loss_fn: Callable | None = None,
+    smoothing: float = 0.0,
+) -> Origin:
+    """What reads a model, and what scores it: its own readout and loss, unless others are given."""
+    pooling = getattr(getattr(inner_model(model), "config", None), "pooling", None)
     return {
         "readout": f"{pooling} {_source_of(readout)}",
-        "loss": f"{smoothing} {_source_of(trainer.compute_loss_func)}",
+        "loss": f"{smoothing} {_source_of(loss_fn)}",
     }
 
 
@@ -118,9 +131,9 @@ def _rows_of(trainer: Trainer) -> str | None:
 def fingerprint_of_rows(trainer: Trainer, data) -> str | None:
     """A short text that differs for other data: of their length, and of a sample of rows as the trainer collates them.
 
-    `None` where it cannot be told: of a stream, and of rows that are others each time they are read.
+    `None` where it cannot be told: of a stream, of a loader, and of rows that are others each time they are read.
     """
-    if isinstance(data, IterableDataset) or not has_length(data):
+    if isinstance(data, IterableDataset | DataLoader) or not has_length(data):
         return None
     try:
         first = _fingerprint_of_sample(trainer, data)
@@ -139,14 +152,8 @@ def _fingerprint_of_sample(trainer: Trainer, data) -> str | None:
     if hasattr(collator, "generator") and hasattr(collator, "seed"):
         generators = [(collator, "generator")]  # which it makes anew from its seed
     with drawing_apart(trainer, unwrapped(trainer.model)), assigned(generators, None):
-        # One by one, since padding depends on the other rows of a batch.
-        tensors = [
-            (f"{len(data)} {name}", value)
-            for row in collated(trainer, data, SAMPLED_ROWS, batch_size=1)
-            for name, value in sorted(row.items())  # columns may come in any order
-            if torch.is_tensor(value)
-        ]
-    return fingerprint_of_tensors(tensors) if tensors else None
+        examples = collated(trainer, data, SAMPLED_ROWS, batch_size=1)
+        return fingerprint_of_examples(len(data), examples)
 
 
 def fingerprint_of_weights(model: nn.Module) -> str | None:

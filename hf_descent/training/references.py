@@ -20,6 +20,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..evaluation.price import START, WARMUP, Reference
+from ..evaluation.side_by_side import known_difference
 from ..files import atomic_write
 from ..logs import get_logger
 from ..losses.layerwise import LayerLosses
@@ -34,7 +35,7 @@ from .evaluation import (
 )
 from .evaluation_sets import evaluation_sets
 from .holdout import reshard
-from .origin import fingerprint_of_rows
+from .origin import Origin, fingerprint_of_rows
 
 
 logger = get_logger(__name__)
@@ -198,8 +199,12 @@ class LastLayerReferences:
         return by_time
 
 
-def references_of(summary: Mapping[str, Any], data: str | None = None) -> list[Reference]:
-    """Those in the `descent_config.json` of a run, for a verdict on rows with the fingerprint `data`."""
+def references_of(summary: Mapping[str, Any], data: str | None, reading: Origin) -> list[Reference]:
+    """Those in the `descent_config.json` of a run, for a verdict on rows with the fingerprint `data`; none where the
+    model is read or scored otherwise than in the run (`reading`)."""
+    if known_difference(summary.get("origin"), reading) is not None:
+        return []
+
     references = []
     for name, values in summary.get("last_layer_losses", {}).items():
         is_same_data = data is not None and values.get("data") == data

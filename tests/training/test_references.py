@@ -70,8 +70,11 @@ def test_they_are_the_losses_of_the_whole_model_then(tmp_path):
     summary = RunFolder(tmp_path / "run").summary
 
     assert summary["last_layer_losses"][START]["loss"] == pytest.approx(start, rel=1e-5)
-    assert [each.name for each in references.references_of(summary)] == [START, WARMUP]
-    assert not any(each.is_same_data for each in references.references_of(summary))
+    known = references.references_of(summary, None, {})
+    assert [each.name for each in known] == [START, WARMUP]
+    assert not any(each.is_same_data for each in known)
+    other_loss = {**summary["origin"], "loss": "another"}
+    assert references.references_of(summary, None, other_loss) == []
 
 
 @pytest.mark.parametrize("objective", ["deep_supervision", "layerskip"])

@@ -452,14 +452,11 @@ class DescentMixin:
         if run.judge is None:
             return
 
-        readings = self._last_layer_readings(run.evaluation.rows)
-        unpaired = earlier_last_layer(
-            self,
-            run.references,
-            self._prepared(run.evaluation.rows),
-            run.has_started,
-            self._readout,
-        )
+        dataset = run.evaluation.rows
+        readings = self._last_layer_readings(dataset)
+        if not run.references.has_read(dataset):
+            dataset = self._prepared(dataset)
+        unpaired = earlier_last_layer(self, run.references, dataset, run.has_started, self._readout)
         rows = evaluation.gathered(self.accelerator, run.totals, readings, unpaired)
         additions, certificate = evaluation.layer_metrics(
             run.judge,

@@ -174,19 +174,21 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
         for split, prefix in {"validation": "eval", "test": "test"}.items():
             if split not in dataset:
                 continue
-            # From here on `metrics` and `measured` are of the last one: of the test examples where there are any.
-            metrics = _metrics(trainer, dataset[split], prefix)
-            measured = (split, prefix)
+            # None: the trainer's own, whose last layer's loss before training it knows.
+            rows = None if split == "validation" else dataset[split]
+            # From here on these are of the last one: of the test examples where there are any.
+            metrics = _metrics(trainer, rows, prefix)
+            measured = (split, prefix, rows)
             numbers = [metrics[f"{prefix}_{name}"] for name in (accuracy, "loss")]
             scores.append([split, *(f"{number:.4f}" for number in numbers)])
 
-        split, prefix = measured
+        split, prefix, rows = measured
         # Last without noise: metrics and card have that one.
         gammas = sorted({args.gamma_train, 0.0}, reverse=True)
-        profiles = [trainer.evaluate_layers(dataset[split], gamma=gamma) for gamma in gammas]
+        profiles = [trainer.evaluate_layers(rows, gamma=gamma) for gamma in gammas]
         results = {f"layer_profile{profile.ending}": profile for profile in profiles}
         if args.eval_gammas:
-            results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
+            results["noise_curve"] = trainer.evaluate_robustness(rows)
 
     metrics.update(metrics_of(results, prefix))
     trainer.save_metrics(prefix, metrics)
@@ -198,7 +200,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     return closing_lines(args.output_dir, profiles[-1], after_training(args.output_dir))
 
 
-def _metrics(trainer: DescentMixin, rows: Dataset, prefix: str) -> dict[str, float]:
+def _metrics(trainer: DescentMixin, rows: Dataset | None, prefix: str) -> dict[str, float]:
     """The metrics of an evaluation, which are saved, too."""
     metrics = trainer.evaluate(rows, metric_key_prefix=prefix)
     # TRL calls its own metrics `eval_...` whatever the prefix.

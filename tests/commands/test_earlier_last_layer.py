@@ -61,10 +61,15 @@ def test_a_rise_on_the_rows_of_training_makes_a_verdict_not_met(tmp_path, train)
     ending = train(tmp_path)
     run = RunFolder(tmp_path / "run")
 
-    def verdict():
-        return LayerProfile.from_json(tmp_path / "run" / "layer_profile.json").certificate()
+    def profile():
+        return LayerProfile.from_json(tmp_path / "run" / "layer_profile.json")
 
-    assert verdict().price.of_other_data == []  # of the training's own command
+    def verdict():
+        return profile().certificate()
+
+    # Of the training's own command, in pairs.
+    assert verdict().price.of_other_data == []
+    assert all(reference["rows"] is not None for reference in profile().references)
 
     cli.main(["evaluate", str(tmp_path / "run"), "--draws", "1", "--eval_gammas", "0"])
     assert verdict().price.references.keys() == {START, WARMUP}

@@ -1,22 +1,19 @@
 """`hf-descent COMMAND ...`, also as `python -m hf_descent.cli` (the form that `accelerate launch -m` takes).
 
 [`Command`] says what a command is; `COMMANDS` lists them. Modules are imported only when their command is called.
-What a command cannot do raises ValueError. `--launch` starts a training in several processes (`commands/launch.py`).
+What a command cannot do raises ValueError.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
 from . import __version__
 from .commands import COMMANDS, Command
 from .commands.arguments import TRAINING, refuse
-from .commands.launch import check_processes, launch, launch_arguments
 from .extras import EXTRAS, INSTALL
 
 
@@ -55,8 +52,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Command, tuple]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train transformers whose every layer lowers the task loss, and measure their layers.\n"
         f"{command_list()}",
-        epilog=f"`hf-descent COMMAND --help` lists the arguments of a command. {', '.join(TRAINING)} take\n"
-        "--launch CONFIG (ddp, fsdp2, zero3, ... or a file) to train in several processes.",
+        epilog=f"`hf-descent COMMAND --help` lists the arguments of a command. {', '.join(TRAINING)} also run\n"
+        "in several processes: `accelerate launch -m hf_descent.cli COMMAND ...`.",
     )
     parser.error = refuse
     parser.add_argument("--version", action="version", version=f"hf_descent {__version__}")
@@ -64,19 +61,24 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Command, tuple]:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     args = parser.parse_args(words if words else ["--help"])
-    if "LOCAL_RANK" in os.environ:  # some clusters set the size alone, in every container
-        check_processes(args.command, int(os.environ.get("WORLD_SIZE", 1)))
+    _check_processes(args.command)
 
     command = COMMANDS[args.command]
     return command, command.parse(args.arguments)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command line (by default this process's), or starts the processes that `--launch` asks for."""
-    launched = launch_arguments(sys.argv[1:] if argv is None else argv)
-    if launched is not None:
-        launch(launched)
+def _check_processes(command: str) -> None:
+    """ValueError where each of several processes would do the whole work of `command`, over the others' files."""
+    if "LOCAL_RANK" not in os.environ:  # some clusters set the size alone, in every container
         return
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and command not in TRAINING:
+        raise ValueError(
+            f"`hf-descent {command}` works in one process; several are for {', '.join(TRAINING)}."
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command line (by default this process's)."""
     command, arguments = parse_arguments(argv)
     command.run(*arguments)
 
@@ -100,19 +102,14 @@ def console() -> None:
 
 
 def _tell(error: Exception) -> None:
-    """One line about an error: on stderr, or for the launcher, which tells it once for all processes."""
+    """One line about an error, on stderr."""
     words = str(error).split()
     extra = EXTRAS.get(getattr(error, "name", None))
     if extra is not None:
         words[-1] += ":"
         words.append(INSTALL.format(extra))
     line = " ".join(["hf-descent: error:", *words, "(`hf-descent --debug ...` shows where)"])
-
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        Path(file).write_text(json.dumps({"message": line}), encoding="utf-8")
-    else:
-        print(line, file=sys.stderr)
+    print(line, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from transformers.integrations import SwanLabCallback
 from transformers.trainer_utils import SaveStrategy
 
 from hf_descent import cli
-from hf_descent.commands import tune
 from hf_descent.commands.arguments import SHORT_HELP, TRAINING, parse_recipe
 from hf_descent.commands.closing import next_step
 from hf_descent.extras import EXTRAS
@@ -183,7 +182,6 @@ def test_the_help_of_a_command_fits_two_screens(name, capsys, monkeypatch):
 def test_short_help_is_about_arguments_that_exist():
     modules = [importlib.import_module(f"hf_descent.commands.{name}") for name in TRAINING]
     types = [kind for module in modules for kind in module.argument_types]
-    types += [tune.TuneArguments]
     names = {field.name for kind in types for field in dataclasses.fields(kind)}
     assert {*SHORT_HELP} <= names
 
@@ -192,6 +190,14 @@ def test_short_help_is_about_arguments_that_exist():
 def test_every_command_ends_with_the_next_one(name):
     source = (Path(cli.__file__).parent / "commands" / f"{name}.py").read_text()
     assert "next_step(" in source or "import OutputArguments, report" in source
+
+
+@pytest.mark.parametrize("command", ["evaluate", "demo"])
+def test_a_command_of_one_process_is_not_run_in_several(command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=f"`hf-descent {command}` works in one process"):
+        cli.parse_arguments([command, "RUN"])
 
 
 def test_the_next_step_is_a_command():
@@ -313,7 +319,7 @@ def test_a_run_that_is_not_there_is_named(command, tmp_path, monkeypatch):
             cli.main([command, name, *flags])
 
 
-@pytest.mark.parametrize("command", ["classify", "sft", "generate", "compare"])
+@pytest.mark.parametrize("command", ["classify", "sft", "compare"])
 def test_a_model_that_is_not_there_is_named(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = [
@@ -326,9 +332,7 @@ def test_a_model_that_is_not_there_is_named(command, tmp_path, monkeypatch):
         "--use_cpu",
         "true",
     ]
-    words = {"generate": ["mistyped", "--output", "out.json"], "compare": ["mistyped"]}.get(
-        command, flags
-    )
+    words = ["mistyped"] if command == "compare" else flags
     with pytest.raises(ValueError, match="'mistyped'"):
         cli.main([command, *words])
 

@@ -9,9 +9,9 @@ import pytest
 from tiny.files import save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
-from hf_descent import cli
 from hf_descent.evaluation import LayerProfile
 from recipes.reproduce import __main__ as reproduce
+from recipes.reproduce import runner
 from recipes.reproduce.experiments import SCALES, Way
 from recipes.reproduce.runner import Options
 
@@ -78,14 +78,14 @@ def table(tmp_path_factory):
     words = words_of_table(folder, out)
     options = Options(SCALES["cpu"], out / "cpu", seeds=(0, 1))
     started = []
-    run_command = cli.main
+    run_command = runner.start
 
     def note_and_run(command):
         started.append(command)
         run_command(command)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "main", note_and_run)
+        patch.setattr(runner, "start", note_and_run)
 
         run_until_the_first_checkpoint(words, options.run_folder(DESCENT, 0))
         before = list(started)
@@ -136,7 +136,7 @@ def test_a_training_has_its_seed_and_the_best_settings_of_the_search(table):
 
 def test_what_is_finished_is_listed_as_done_and_not_run_again(table, capsys):
     reproduce.main([*table.words, "--dry_run"])
-    assert capsys.readouterr().out.count("done  hf-descent ") == 10
+    assert capsys.readouterr().out.count("done  ") == 10
 
     reproduce.main(table.words)
     assert not table.started

@@ -68,13 +68,11 @@ COMMANDS = {
         Command("classify", TRAIN, "fine-tune a text classifier from a recipe"),
         Command("sft", TRAIN, "fine-tune a language model on instructions from a recipe"),
         Command("denoise", TRAIN, "train a video denoiser from a recipe"),
-        Command("tune", TRAIN, "search a recipe's learning rate, dual rate and strength by validation data"),
         Command("evaluate", MEASURE, "measure every layer, with noise and without, and judge the constraints"),
         Command("compare", MEASURE, "compare evaluated runs: a table, paired tests and figures", flags.compare),
         Command("exit", MEASURE, "measure loss, accuracy and time of a model with fewer layers"),
         Command("lens", MEASURE, "show what every layer of any model knows, without training it"),
         Command("export", USE, "write some layers of a model as a checkpoint, and say how to serve it", flags.export),
-        Command("generate", USE, "answer instructions with a language model"),
         Command("show", USE, "open a local page: type a text, see what every layer predicts", flags.show),
         Command("card", USE, "write the model card of a run, and upload both if you ask for it", flags.card),
     )

@@ -60,8 +60,6 @@ SHORT_HELP = {
     "resume_from_checkpoint": "true, or the folder of a checkpoint",
     "report_to": "tracker, such as tensorboard",
     "push_to_hub": "upload the model",
-    "n_trials": "number of runs",
-    "search_space": "ranges as JSON, such as '{\"learning_rate\": [1e-5, 1e-4]}'",
 }
 # Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (

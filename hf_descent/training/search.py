@@ -1,4 +1,4 @@
-"""Searches of settings: the ranges and the metric of `Trainer.hyperparameter_search` and `hf-descent tune`.
+"""Searches of settings: the ranges and the metric of `Trainer.hyperparameter_search`.
 
 The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges. Here
 f_0 is measured, and the share of the descent stands for alpha.

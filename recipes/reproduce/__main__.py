@@ -9,11 +9,9 @@ from typing import Any
 
 import yaml
 
-from hf_descent import cli
-
 from .collect import collect
 from .experiments import ARMS, MODELS, SCALES, TABLES, Panel, panels
-from .runner import Options, jobs
+from .runner import Options, jobs, parse
 
 
 DATA = {name for model in MODELS.values() for name in model["recipes"]} | {"alpaca_eval"}
@@ -118,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for job in jobs(found, options):
         if job.kind in ("tune", "train"):  # a mistaken setting is not to be found out hours later
-            cli.parse_arguments(job.words)
+            parse(job.words)
     if args.dry_run:
         _print_plan(found, options, left_out)
         return

@@ -1,4 +1,4 @@
-"""From ways of training to `hf-descent` commands: what is finished is not run again, what was interrupted goes on."""
+"""From ways of training to commands: what is finished is not run again, what was interrupted goes on."""
 
 import contextlib
 import dataclasses
@@ -22,10 +22,30 @@ from hf_descent import cli
 from hf_descent.files import write_json
 from hf_descent.training.checkpoints import newest_complete_checkpoint
 
+from . import generate, tune
 from .experiments import ARMS, MODELS, Panel, Way, searched
 
 
 RECIPES = Path(__file__).parent.parent
+# The commands that are modules of this folder; the others are those of `hf-descent`.
+OWN_COMMANDS = {"tune": tune, "generate": generate}
+
+
+def parse(words: Sequence[str]) -> tuple:
+    """The arguments of a command; ValueError where it is wrong."""
+    name, *flags = words
+    if name in OWN_COMMANDS:
+        return OWN_COMMANDS[name].parse(flags)
+    return cli.parse_arguments(words)[1]
+
+
+def start(words: Sequence[str]) -> None:
+    """Runs a command."""
+    name, *flags = words
+    if name in OWN_COMMANDS:
+        OWN_COMMANDS[name].main(flags)
+    else:
+        cli.main(words)
 
 
 @dataclass(frozen=True)
@@ -82,7 +102,7 @@ class Job:
     """One command.
 
     Attributes:
-        words (`list[str]`): after `hf-descent`.
+        words (`list[str]`): the command and its flags.
         folder (`Path`): of the run or the search, where its record `<kind>.job.json` lies.
         kind (`str`): "tune", "train", "evaluate" or the name of the answers.
     """
@@ -92,6 +112,9 @@ class Job:
     kind: str
 
     def __str__(self) -> str:
+        name, *flags = self.words
+        if name in OWN_COMMANDS:
+            return shlex.join(["python", "-m", f"recipes.reproduce.{name}", *flags])
         return shlex.join(["hf-descent", *self.words])
 
     @property
@@ -134,7 +157,7 @@ class Job:
         record = {"words": self.words, "finished": False, **facts()}
         self._write(record)
         start = time.perf_counter()
-        cli.main([*self.words, *more])
+        start([*self.words, *more])
         self._write(record | {"finished": True, "seconds": round(time.perf_counter() - start, 1)})
         if self.kind in ("tune", "train"):
             for path in [

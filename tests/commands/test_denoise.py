@@ -13,6 +13,7 @@ from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, build_model, measure_sigma
 from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser
 from hf_descent.data.video import VideoArguments, load_clips
+from recipes.reproduce import tune
 
 
 SIZES = {"split_by": "time", "split_gap": 0, "num_frames": 4, "frame_size": 32, "patch_size": 8}
@@ -167,9 +168,7 @@ def test_tuning_reads_no_test_videos(workplace, tmp_path, monkeypatch):
         "1",
     ]
     with pytest.raises(ZeroDivisionError):
-        cli.main(
-            ["tune", "denoise", "--config", str(SMOKE / "video-ut/descent.yaml"), *videos, *flags]
-        )
+        tune.main(["denoise", "--config", str(SMOKE / "video-ut/descent.yaml"), *videos, *flags])
     assert not any(name.startswith("test") for name in results_of(tmp_path / "trial-0"))
 
 

@@ -17,9 +17,9 @@ from tiny.tokenizers import tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_descent import EmbeddingNoise, cli
-from hf_descent.commands import generate
+from hf_descent import EmbeddingNoise
 from hf_descent.data.alpaca import format_prompt
+from recipes.reproduce import generate
 
 
 ROWS = [
@@ -47,7 +47,6 @@ def instructions(tmp_path):
 def answers(model, instructions, tmp_path):
     def run(name="outputs.json", model=model, **flags):
         words = [
-            "generate",
             model,
             "--output",
             str(tmp_path / name),
@@ -55,7 +54,7 @@ def answers(model, instructions, tmp_path):
             instructions,
         ]
         flags = {"batch_size": 3, "max_new_tokens": 8} | flags
-        cli.main(
+        generate.main(
             [*words, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))]
         )
         return json.loads((tmp_path / name).read_text())
@@ -131,9 +130,8 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
         )
         tok.save_pretrained(folder)
         output = str(tmp_path / f"{len(seen)}.json")
-        cli.main(
+        generate.main(
             [
-                "generate",
                 folder,
                 "--output",
                 output,
@@ -196,6 +194,15 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     Path(instructions).write_text(json.dumps([{"instruction": "Double it", "input": 0}]))
     with pytest.raises(ValueError, match="1 examples whose input is not a string"):
         answers("u.json")
+
+
+def test_the_documented_commands_parse():
+    readme = (ROOT / "recipes/alpaca-eval/README.md").read_text()
+    lines = re.findall(r"^python -m recipes.reproduce.generate (.*)$", readme, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        _, args = generate.parse(line.split())
+        assert args.gamma == 1.5
 
 
 # ---- the real alpaca_eval package ----

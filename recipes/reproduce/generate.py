@@ -1,13 +1,15 @@
-"""`hf-descent generate MODEL`: answers of a language model to AlpacaEval's instructions, under noise if asked for.
+"""Answers of a language model to AlpacaEval's instructions, under noise if asked for.
+
+    python -m recipes.reproduce.generate MODEL --output FILE [--gamma LEVEL]
 
 The output is the file that the `alpaca_eval` package reads. Answers are greedy; batch and seed fix the noise.
 """
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 
-from ..data.alpaca import PromptFormat, prompt_ids, read_instructions
-from ..data.splits import check_arguments
-from ..files import write_json
-from ..loading import best_device, load_model, load_tokenizer, position_limit
-from ..noise.embedding_noise import EmbeddingNoise
-from .arguments import parse_model
-from .closing import next_step
+from hf_descent.commands.arguments import parse_model
+from hf_descent.commands.closing import next_step
+from hf_descent.data.alpaca import PromptFormat, prompt_ids, read_instructions
+from hf_descent.data.splits import check_arguments
+from hf_descent.files import write_json
+from hf_descent.loading import best_device, load_model, load_tokenizer, position_limit
+from hf_descent.noise.embedding_noise import EmbeddingNoise
 
 
 ALPACA_EVAL = "hf://datasets/tatsu-lab/alpaca_eval/alpaca_eval.json"
@@ -55,7 +57,14 @@ class GenerateArguments:
         check_arguments(self, limits)
 
 
-parse = partial(parse_model, [GenerateArguments])
+def main(argv: Sequence[str]) -> None:
+    """Answers as the words after the module's name say."""
+    run(*parse(argv))
+
+
+def parse(argv: Sequence[str]) -> tuple:
+    """The model, and how it answers."""
+    return parse_model([GenerateArguments], argv, "python -m recipes.reproduce.generate", __doc__)
 
 
 def run(name: str, args: GenerateArguments) -> None:
@@ -159,3 +168,7 @@ def answer(
         text.strip()
         for text in tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
     ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,6 @@
-"""`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation examples, by Optuna.
+"""Searches the settings of a recipe on validation examples, by Optuna.
+
+    python -m recipes.reproduce.tune COMMAND --config RECIPE [--n_trials N] [--search_space JSON] [flags]
 
 Every trial is a whole run of the command (`classify`, ...) in its own folder, judged by the metric at the noise level
 of training on the VALIDATION rows; test examples are never read. Optuna keeps the trials in `study.db` in the output
@@ -10,6 +12,7 @@ import importlib
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,14 +20,14 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers.hf_argparser import HfArg
 
-from ..data.splits import check_arguments
-from ..evaluation.comparison import Run
-from ..evaluation.scoring import format_table
-from ..files import write_json
-from ..runs import training_arguments
-from ..training.search import hp_space, ranges_for
-from .arguments import HELP, TRAINING, parse_recipe
-from .closing import next_step, verdict_of
+from hf_descent.commands.arguments import HELP, TRAINING, parse_recipe
+from hf_descent.commands.closing import next_step, verdict_of
+from hf_descent.data.splits import check_arguments
+from hf_descent.evaluation.comparison import Run
+from hf_descent.evaluation.scoring import format_table
+from hf_descent.files import write_json
+from hf_descent.runs import training_arguments
+from hf_descent.training.search import hp_space, ranges_for
 
 
 BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
@@ -52,19 +55,27 @@ class TuneArguments:
         check_arguments(self, {"n_trials": 1})
 
 
-def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
+PROGRAM = "python -m recipes.reproduce.tune"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Searches as the words after the module's name say."""
+    run(*parse(argv))
+
+
+def parse(argv: Sequence[str]) -> tuple:
     """The training command, then its own arguments and those of the search."""
     command, *words = argv if argv else [""]
     if command not in TRAINING:
         if not HELP.intersection(argv):
             raise ValueError(
-                f"Say what to tune: `{prog} COMMAND --config RECIPE`, where COMMAND is one of {', '.join(TRAINING)}."
+                f"Say what to tune: `{PROGRAM} COMMAND --config RECIPE`, COMMAND is one of {', '.join(TRAINING)}."
             )
         command, words = TRAINING[0], argv
     module = importlib.import_module(f"hf_descent.commands.{command}")
-    usage = f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]"
+    usage = f"{PROGRAM} {{{','.join(TRAINING)}}} --config RECIPE [--n_trials N] [--search_space JSON] [flags]"
     types = (TuneArguments, *module.argument_types)
-    return module, *parse_recipe(types, words, prog, description, usage)
+    return module, *parse_recipe(types, words, PROGRAM, usage=usage)
 
 
 def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args: Any) -> None:
@@ -263,3 +274,7 @@ def rank(trials) -> list:
 
     completed = [trial for trial in trials if trial.value is not None]
     return sorted(completed, key=worth, reverse=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Search spaces, and `hf-descent tune` on a tiny recipe."""
+"""Search spaces, and `recipes.reproduce.tune` on a tiny recipe."""
 
 import json
 import math
@@ -10,10 +10,10 @@ import pytest
 from tiny.files import save_tiny_model, write_rows
 from tiny.training import config
 
-from hf_descent import SFTDescentConfig, cli, hp_space
-from hf_descent.commands import tune
+from hf_descent import SFTDescentConfig, hp_space
 from hf_descent.evaluation.comparison import Run
 from hf_descent.training.search import RANGES, space_for
+from recipes.reproduce import tune
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def command(tmp_path_factory):
         "text,label\nunreadable,9\n"
     )  # a class that training does not have
     return [
-        "tune", "classify", "--config", "recipes/smoke/imdb-descent.yaml",
+        "classify", "--config", "recipes/smoke/imdb-descent.yaml",
         "--model_name_or_path", str(folder / "base"),
         "--train_file", str(folder / "train.csv"), "--test_file", str(folder / "test.csv"), "--max_steps", "4",
         "--report_to", "none", "--disable_tqdm", "true",
@@ -57,13 +57,13 @@ def test_values_lie_in_their_ranges():
 
 def test_trials_have_no_plain_training_beside_them(command, tmp_path):
     with pytest.raises(ValueError, match="`with_plain` is for a single training"):
-        cli.main([*command, "--output_dir", str(tmp_path), "--with_plain"])
+        tune.main([*command, "--output_dir", str(tmp_path), "--with_plain"])
 
 
 def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
     argv = [*command, "--output_dir", str(tmp_path), "--noise_gamma", "0.5"]
-    cli.main([*argv, "--n_trials", "1"])
-    cli.main([*argv, "--n_trials", "3"])
+    tune.main([*argv, "--n_trials", "1"])
+    tune.main([*argv, "--n_trials", "3"])
     written = json.loads((tmp_path / "study.json").read_text())
     assert sorted(trial["trial"] for trial in written["trials"]) == [0, 1, 2]
     ranks = [(trial["feasible"] is not False, trial["value"]) for trial in written["trials"]]
@@ -92,7 +92,7 @@ def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path, cap
         "no",
     ]
     argv.append("--output_dir")
-    cli.main([*argv, str(tmp_path / "descent")])
+    tune.main([*argv, str(tmp_path / "descent")])
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-2].startswith("VERDICT: NOT ") and lines[-1].startswith("Next: ")
     trial = json.loads((tmp_path / "descent" / "study.json").read_text())["trials"][0]
@@ -105,9 +105,9 @@ def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path, cap
         > 0
     )
     with pytest.raises(ValueError, match="holds the trials of another search: name another folder"):
-        cli.main([*argv, str(tmp_path / "descent"), "--max_steps", "5"])
+        tune.main([*argv, str(tmp_path / "descent"), "--max_steps", "5"])
     problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]
-    cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
+    tune.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
     trial = json.loads((tmp_path / "supervised" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is None
     assert (
@@ -129,13 +129,13 @@ def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
             for trial in json.loads((tmp_path / "study.json").read_text())["trials"]
         ]
 
-    cli.main([*argv, "2"])
+    tune.main([*argv, "2"])
     first = trials()
     space = '{"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}'
     for flags in (["--noise_gamma", "0.5"], ["--search_space", space], ["--max_steps", "5"]):
-        cli.main([*argv, "1", *flags])
+        tune.main([*argv, "1", *flags])
         assert len(trials()) == 1
-    cli.main([*argv, "3"])
+    tune.main([*argv, "3"])
     assert (
         len(seen) == 2 + 3 + 1
         and len(trials()) == 3
@@ -168,14 +168,14 @@ def test_an_interrupted_search_is_the_same_search(command, tmp_path, monkeypatch
     values = {"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}
     argv = [*command, "--search_space", json.dumps(values), "--n_trials", "5"]
     straight = judged_by_settings(monkeypatch)
-    cli.main([*argv, "--output_dir", str(tmp_path / "straight")])
+    tune.main([*argv, "--output_dir", str(tmp_path / "straight")])
     assert len({tuple(settings.values()) for settings in straight}) == len(straight) == 5
 
     first = judged_by_settings(monkeypatch, stop_at=3)
     with pytest.raises(KeyboardInterrupt):
-        cli.main([*argv, "--output_dir", str(tmp_path / "stopped")])
+        tune.main([*argv, "--output_dir", str(tmp_path / "stopped")])
     second = judged_by_settings(monkeypatch)
-    cli.main([*argv, "--output_dir", str(tmp_path / "stopped")])
+    tune.main([*argv, "--output_dir", str(tmp_path / "stopped")])
     assert first[:-1] + second == straight
 
 
@@ -183,13 +183,13 @@ def test_values_that_do_not_go_together_are_passed_over(command, tmp_path, monke
     seen = judged_by_settings(monkeypatch)
     space = '{"dual_optim": ["adam", "pi", "sgd"], "resilience": [0.01, 0.02, 0.05]}'
     argv = [*command, "--resilience", "0", "--search_space", space, "--n_trials", "6"]
-    cli.main([*argv, "--output_dir", str(tmp_path)])
+    tune.main([*argv, "--output_dir", str(tmp_path)])
     assert 0 < len(json.loads((tmp_path / "study.json").read_text())["trials"]) == len(seen) < 6
 
 
 def test_the_least_error_is_the_best(command, tmp_path, monkeypatch):
     judged_by_settings(monkeypatch, greater_is_better=False)
-    cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "3"])
+    tune.main([*command, "--output_dir", str(tmp_path), "--n_trials", "3"])
     values = [
         trial["value"] for trial in json.loads((tmp_path / "study.json").read_text())["trials"]
     ]
@@ -200,7 +200,7 @@ def test_a_search_without_a_finite_metric_says_so(command, tmp_path, monkeypatch
     seen = judged_by_settings(monkeypatch, value=math.nan)
     for _ in range(2):
         with pytest.raises(ValueError, match="none of the 2 trials is finite"):
-            cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "2"])
+            tune.main([*command, "--output_dir", str(tmp_path), "--n_trials", "2"])
     assert len(seen) == 2
     assert not (tmp_path / "study.json").exists()
 
@@ -261,7 +261,7 @@ def test_language_models_are_searched_around_their_lower_dual_rate(tmp_path):
 )
 def test_a_search_space_is_checked_before_there_is_a_study(command, tmp_path, text, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        cli.main(
+        tune.main(
             [*command, "--output_dir", str(tmp_path), "--n_trials", "1", "--search_space", text]
         )
     assert not (tmp_path / "study.db").exists()
@@ -275,4 +275,4 @@ def test_lists_of_multipliers_are_searched_one_by_one():
 
 def test_a_search_says_of_what():
     with pytest.raises(ValueError, match="Say what to tune"):
-        cli.main(["tune", "--model_name_or_path", "x", "--output_dir", "y"])
+        tune.main(["--model_name_or_path", "x", "--output_dir", "y"])

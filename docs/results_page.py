@@ -428,8 +428,7 @@ def exits() -> str:
                 cells.append(against_plain(task, [run["certify"][-1] for run in met]))
         rows.append([MODELS[task.split("_")[0]], asked_of(task), *cells])
     header = [
-        "model", "asked", "constrained: seeds met", "runs", "constrained: f_L against plain",
-        "fixed weights: seeds met", "runs",
+        "model", "asked", "constrained: seeds met", "runs", "price", "fixed weights: seeds met", "runs",
     ]  # fmt: skip
     return markdown(header, rows)
 
@@ -516,7 +515,7 @@ def price() -> str:
         ]
         rows.append([f"{MODELS[kind]} ({METRICS[kind]})", f"{rise:+.1f} %", *values])
     header = [
-        "model (metric)", "change of last loss", "layer 3, plain", "layer 3, constrained",
+        "model (metric)", "price", "layer 3, plain", "layer 3, constrained",
         "last layer, plain", "last layer, constrained",
     ]  # fmt: skip
     return markdown(header, rows)
@@ -549,6 +548,7 @@ def time() -> str:
         [name, mean([script("harness").quartiles(ratios_of(*of))[1]], 2)]
         for name, of in STEPS.items()
     ]
+    rows.append([DEEP_EVALUATION, shown(last_evaluations()[DEEP_CASE]["ratio"], 2)])
     for row in rows_of("gpu steps"):
         if row["step"].startswith("ours") and row["case"] in GPU_CASES:
             name = f"{GPU_CASES[row['case']]}, {row['step'].removeprefix('ours').strip(', ')}"
@@ -682,8 +682,7 @@ def operators() -> str:
 
 
 def evaluations() -> str:
-    """The last measurement of each case."""
-    last = {row["case"]: row for row in rows_of("evaluation times")}
+    last = last_evaluations()
     columns = {
         "case": "evaluation",
         "ratio": "time, plain evaluation = 1",
@@ -691,6 +690,11 @@ def evaluations() -> str:
         "upper quartile": "upper quartile",
     }
     return table_of("evaluation times", columns, where=lambda row: row == last[row["case"]])
+
+
+def last_evaluations() -> dict[str, dict]:
+    """The last measurement of each case."""
+    return {row["case"]: row for row in rows_of("evaluation times")}
 
 
 def compiled() -> str:
@@ -808,18 +812,20 @@ HOLDS = {  # the limits with which a task was measured
 }
 SEEDS_TO_HOLD = tuple(range(3, 8))
 STEPS = {
-    "step of a classifier, CPU": ("classifier_step.json", "descent", "stock Trainer"),
-    "step of a language model, CPU": ("lm_step.json", "subsampled", "erm"),
-    "the same, `readout_token_fraction=1`": ("lm_step.json", "exact", "erm"),
-    "step of a denoiser, CPU": ("denoiser_step.json", "descent+noise", "erm+noise"),
-    "evaluation of all layers, language model, CPU": (
+    "step of a classifier, 12 layers": ("classifier_step.json", "descent", "stock Trainer"),
+    "step of a language model, 8 layers": ("lm_step.json", "subsampled", "erm"),
+    "the same, read on all tokens": ("lm_step.json", "exact", "erm"),
+    "step of a denoiser, 7 layers": ("denoiser_step.json", "descent+noise", "erm+noise"),
+    "evaluation, language model, 6 layers": (
         "evaluation.json",
         "all layers",
         "plain evaluation",
     ),
 }
+DEEP_CASE = "language model of 30 layers, every token"
+DEEP_EVALUATION = "evaluation, language model, 30 layers"
 GPU_CASES = {
-    "Llama 3.1 8B's shape, LoRA, bfloat16, 1 x 2,048 tokens": "step of Llama 3.1 8B's shape, GPU",
+    "Llama 3.1 8B's shape, LoRA, bfloat16, 1 x 2,048 tokens": "step of Llama 3.1 8B, GPU",
     "BERT base, 32 rows of 128 tokens, float32": "step of BERT base, GPU",
 }
 

@@ -108,12 +108,12 @@ DUAL_SETTINGS_OF_TARGETS = DualSettings("pi", 0.04, 0.0, 0.1)
 class DescentArguments:
     """Arguments of layerwise descent training (arXiv 2601.17257).
 
-    f_l is the task loss of the model if it stopped after layer l, f_L that of the last layer, and f_0 the loss of
-    guessing. A constraint is what a layer must reach, its violation is by how much it misses that, and its multiplier
-    is the weight with which training pushes it.
+    f_l is the task loss of the model if it stopped after layer l, f_L the loss of the last layer, and f_0 the loss of
+    guessing. A constraint says what a layer must reach. Its violation is how far the layer is from that, and its
+    multiplier is the weight with which training pushes the layer.
 
-    Arguments that take a number, a list or "auto" also accept the JSON text of it. Defaults were measured. Where the
-    paper does something else, the argument says so; the recipes have its settings.
+    Arguments that take a number, a list or "auto" also accept its JSON text. The defaults were chosen by measurement.
+    If the paper does something else, the argument says so. The recipes have the paper's settings.
 
     > Parameters that control the problem
 
@@ -139,7 +139,7 @@ class DescentArguments:
         The share of the way from f_0 down to f_L, on a log scale, that "line" and "steps" ask for.
     constrained_layers (`list[int]`, *optional*):
         The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
-        the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
+        the list. Default: all layers. "deep_supervision" gives weight to these and the last layer.
     target_margin (`float`, *optional*):
         Training aims below each target by this share, because the loss hovers around what training aims at. The
         verdict is on the targets as they are given. Default: 0.02; 0.1 if you give only targets.
@@ -147,12 +147,12 @@ class DescentArguments:
     > Parameters that control the dual step
 
     dual_learning_rate (`float`, *optional*):
-        Step size of the multipliers, constant: no scheduler touches it. Where not given 0.02, in
-        [`SFTDescentConfig`] 0.0002, for targets alone (in "descent" without `descent_alpha` and `resilience`) 0.04.
+        Step size of the multipliers. It is constant: no scheduler touches it. Default: 0.02, in [`SFTDescentConfig`]
+        0.0002; 0.04 in "descent" if you give only targets and no `resilience`.
     dual_optim (`str`, *optional*):
         How multipliers move: "adam" (the paper's), "pi" (a controller that keeps them from swinging, on bounded
-        violations; not with `resilience`) or "sgd" (in proportion to the violation). Where not given "adam", for
-        targets alone "pi".
+        violations; not with `resilience`) or "sgd" (in proportion to the violation). Default: "adam"; "pi" if you
+        give only targets.
     normalize_violations (`bool`, *optional*, defaults to `True`):
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
@@ -161,8 +161,8 @@ class DescentArguments:
         multipliers of "descent" stand still, and if that lasts they shrink: constraints give way. It is no limit on
         the price: it sees a rise, not what plain training would have reached. `None` turns it off, as in the paper.
     dual_warmup_steps (`float`, *optional*):
-        Warm-up: the first optimizer steps, in which constraints do not act; below 1 a share of all steps. Where not
-        given 0.25, for targets alone 0. The paper's video runs use one epoch.
+        Warm-up: how many optimizer steps pass before the constraints act. A number below 1 is a share of all steps.
+        Default: 0.25; 0 if you give only targets. The paper's video runs use one epoch.
     dual_holdout (`float`, *optional*):
         No longer an option, and accepted only as `None`: give the trainer a `dual_dataset`.
     resilience (`float`, *optional*, defaults to `0.0`):
@@ -177,21 +177,21 @@ class DescentArguments:
     slack_restart (`bool`, *optional*, defaults to `True`):
         Set these slacks back to 0 after every epoch, as the paper does.
     multiplier_max (`float`, *optional*):
-        Cap on every multiplier; no cap where not given.
+        Cap on every multiplier. Default: no cap.
 
     > Parameters that control the primal step
 
     negative_weights (`str`, *optional*, defaults to `"clip"`):
-        A constraint that compares two layers lowers the loss of one and, by a negative weight, raises that of the
-        other. "keep" does so (the paper's form). "clip" sets negative weights to 0. "detach" takes the loss of the
-        other layer as a constant. Lines and targets are always taken as with "detach". For the penalties "hinge" and
+        A constraint that compares two layers lowers the loss of one and, by a negative weight, raises the loss of the
+        other. "keep" allows this (the paper's form). "clip" sets negative weights to 0. "detach" takes the loss of the
+        other layer for a constant. Lines and targets are always taken as with "detach". For the penalties "hinge" and
         "quadratic", "clip" acts like "keep".
     normalize_weights (`bool`, *optional*, defaults to `False`):
         Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
         act as a larger learning rate; not for "hinge" and "quadratic".
     penalty_coefficient (`float`, *optional*, defaults to `1.0`):
-        Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic"; the
-        scale of early exits in "layerskip", 0 to 1.
+        Coefficient of the intermediate losses in "deep_supervision", and of the penalty in "hinge" and "quadratic". In
+        "layerskip" it is the scale of the early exits, 0 to 1.
     fixed_multipliers (`str` or `list[float]`, *optional*):
         Multipliers of the objective "fixed": one per constraint (by default a layer), or the folder of a constrained
         run, whose final multipliers and problem are used.
@@ -211,8 +211,8 @@ class DescentArguments:
         Noise on the input embeddings (or pixels) in training, in units of the clean signal's standard deviation: one
         level, or [low, high] for a level drawn uniformly per sample.
     noise_sigma (`float`, *optional*):
-        The standard deviation of the clean signal. Where not given, the model's config has it, if the model was
-        trained before; else it is estimated from 2,048 training examples, and saved in the config.
+        The standard deviation of the clean signal. Default: the value in the model's config, if it has one; else it is
+        estimated from 2,048 training examples, and saved in the config.
     eval_gammas (`list[float]`, *optional*):
         Noise levels of `evaluate_robustness`.
     """

@@ -9,11 +9,12 @@ from .trainer import DescentMixin
 class Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer):
     """[`~transformers.Seq2SeqTrainer`] whose decoder lowers the token loss with every layer (arXiv 2601.17257).
 
-    With `predict_with_generate=True`, `evaluate` and `predict` give what the whole model generates, and beside it the
-    losses of all layers under teacher forcing, as without it.
+    With `predict_with_generate=True`, `evaluate` and `predict` score what the whole model generates. They measure the
+    losses of all layers, too, under teacher forcing.
 
-    The arguments are those of [`~transformers.Seq2SeqTrainer`], and `readout` and `layer_loss_fn` of
-    [`DescentTrainer`]; errors are as there. Other training arguments get the defaults of [`Seq2SeqDescentConfig`].
+    It takes the arguments of [`~transformers.Seq2SeqTrainer`], and `readout`, `layer_loss_fn` and `dual_dataset` as
+    [`DescentTrainer`] does, and raises the same errors. Other training arguments get the defaults of
+    [`Seq2SeqDescentConfig`].
     `recipes/examples/seq2seq.py` is a complete script.
     """
 

@@ -1,4 +1,4 @@
-"""Arguments of [`SFTDescentTrainer`]; apart from `configs.py`, since they need TRL."""
+"""Arguments of [`SFTDescentTrainer`]. They need TRL, so they are in a module of their own."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,6 +13,6 @@ from .configs import DescentArguments, DualSettings
 class SFTDescentConfig(DescentArguments, CheckpointingArguments, UnchunkedLoss, SFTConfig):
     """Arguments of [`SFTDescentTrainer`]: [`~trl.SFTConfig`] and the following."""
 
-    # Early layers of a language model begin far above the loss of guessing, so that small multipliers move them, and
-    # large ones throw the last layer off (docs/starting_guide.md).
+    # Early layers of a language model begin far above the loss of guessing. Small multipliers are enough to move them,
+    # and large ones throw the last layer off (docs/starting_guide.md).
     dual_defaults: ClassVar[DualSettings] = DualSettings(dual_learning_rate=0.0002)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of language models with layerwise descent constraints: TRL's `SFTTrainer`, every layer read.
 
-Data, collation, PEFT and metrics are TRL's. What differs is the loss of a micro-batch, which is that of `trainer.py`;
-TRL's metrics are logged from the last layer's predictions.
+Data, collation, PEFT and metrics are TRL's. The loss of a micro-batch comes from `trainer.py`, and TRL's metrics are
+logged from the last layer's predictions.
 """
 
 from itertools import groupby
@@ -29,14 +29,14 @@ logger = logging.get_logger(__name__)
 class SFTDescentTrainer(DescentMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] whose model lowers the token loss with every layer (arXiv 2601.17257, Algorithm 1).
 
-    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit. With another objective, or with noise,
-    `loss` is the token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are of the last layer. If you state
-    constraints, `evaluate` adds the loss of every layer.
+    With `objective="erm"` and no noise it trains as [`~trl.SFTTrainer`] does, bit for bit. With another objective, or
+    with noise, the logged `loss` is the token loss of the last layer, and TRL's `mean_token_accuracy` and `entropy`
+    are measured on the last layer. If you state constraints, `evaluate` adds the loss of every layer.
 
-    The arguments are those of [`~trl.SFTTrainer`], and `readout` and `layer_loss_fn` of [`DescentTrainer`]; plain
-    `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
+    It takes the arguments of [`~trl.SFTTrainer`], and `readout`, `layer_loss_fn` and `dual_dataset` as
+    [`DescentTrainer`] does. Plain `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
 
-    ValueError where a data set has no token with a label, or a sequence with more tokens than the model has positions.
+    ValueError if a data set has no token with a label, or a sequence with more tokens than the model has positions.
     If layers are read, ValueError also for a `loss_type` other than "nll", and for packed examples whose documents
     see one another. TRL drops examples that have no token with a label within `max_length`; a warning says how many.
 

@@ -100,7 +100,7 @@ class DescentMixin:
         self._readout = readout
         self._pooling = None
         if isinstance(readout, str):
-            # "mean" and "cls" make the model one that reads so: what is trained and measured is what is saved.
+            # "mean" and "cls" change the model itself, so that the saved model reads as the trained one.
             self._pooling = readout
             self._readout = None
         if model is not None:
@@ -152,8 +152,8 @@ class DescentMixin:
 
     @property
     def problem(self) -> DescentProblem | None:
-        """The [`DescentProblem`] being solved; of plain training the one that evaluations judge the model by. `None`
-        before training, and after plain training before an evaluation."""
+        """The [`DescentProblem`] being solved; after plain training, the one by which evaluations judge the model.
+        `None` before training, and after plain training until the first evaluation."""
         judge = self._run.judge
         return None if judge is None else judge.problem
 
@@ -164,9 +164,9 @@ class DescentMixin:
 
     @property
     def _scales_losses(self) -> bool:
-        """Whether the losses of micro-batches are made parts of the step's here.
+        """Whether this class, and not Trainer, divides the loss of a micro-batch by the items of the whole step.
 
-        Trainer does so itself in plain training, but it is wrong for losses that ignore `num_items_in_batch`.
+        Trainer's own division is wrong for losses that ignore `num_items_in_batch`.
         """
         is_one_batch = self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
         return self._kind.trains_layers or not is_one_batch
@@ -181,13 +181,13 @@ class DescentMixin:
         epoch_iterator = self._inspect_first(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
 
-        if batches:  # of data without a length Trainer goes on asking
+        if batches:  # after the end of data without a length Trainer asks again, and gets none
             self._run.record.step_starts.append(start)
             if trains_layers:
                 self._run.read_last_layer(self)
 
         if self.state.global_step >= self.state.max_steps:
-            # Resumed at its end, where Trainer itself would take one step more.
+            # The run was resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
             batches = []
             num_items = None
@@ -213,13 +213,13 @@ class DescentMixin:
         return (loss, losses.outputs) if return_outputs else loss
 
     def _scaled(self, loss, num_items_in_batch):
-        """The loss of a micro-batch, so that what Trainer makes of those of a step is the mean over all its items."""
+        """The loss of a micro-batch, scaled so that Trainer's sum over a step is the mean over the step's items."""
         step = self._run.step
         loss = step.for_backward(loss)
         return scaled_for_accumulation(self, loss, step.has_parts, num_items_in_batch)
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """f_L of a batch; the losses of all layers are added to those of the evaluation."""
+        """f_L of a batch. Adds the losses of all its layers to those of the evaluation."""
         if not evaluation.is_labelled(inputs, self.label_names):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         layers = self._run.known_objective().layers
@@ -233,13 +233,14 @@ class DescentMixin:
 
     @property
     def _sample_key(self) -> tuple[int, int] | None:
-        """An evaluation in training reads a sample of the tokens, drawn by this key; any other all of them."""
+        """The key by which an evaluation in training draws the tokens that it reads; `None` where it reads all of
+        them."""
         if not self._run.evaluation.in_training_loop:
             return None
         return (self.args.process_index, self._run.totals.batches)
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """Trainer's own loss; scaled here where it is a mean over the micro-batch whatever items it is given."""
+        """Trainer's own loss. It is scaled here if it stays a mean over the micro-batch whatever items it is given."""
         is_mean = self._is_mean(inputs, num_items_in_batch)
         items = num_items_in_batch
         if is_mean:
@@ -258,7 +259,7 @@ class DescentMixin:
         return (loss, outputs) if return_outputs else loss
 
     def _is_mean(self, inputs, num_items_in_batch) -> bool:
-        """Whether a loss of plain training is a mean that has to be made a part of the step's."""
+        """Whether a loss of plain training is a mean over the micro-batch, so that this class has to scale it."""
         task = self._run.task
         if task is None or not self._scales_losses:
             return False
@@ -281,7 +282,7 @@ class DescentMixin:
         return step.for_backward(step.final)
 
     def noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
-        """The noise of the present micro-batch of training, as a context."""
+        """A context that adds the noise of the present training micro-batch."""
         if self.args.gamma_train == 0:
             return contextlib.nullcontext()
         # Keyed by where training stands, the noise of a resumed run needs no saved generator.
@@ -302,7 +303,7 @@ class DescentMixin:
         """For a subclass that logs statistics of the last layer's tokens."""
 
     def _checked(self, batch):
-        """A training batch with labels, as the data loader gives it; ValueError for one without."""
+        """The batch itself, as the data loader gives it; ValueError if it has no labels."""
         if not evaluation.is_labelled(batch, self.label_names):
             raise checks.without_labels(self.label_names, self.model, batch)
         return batch
@@ -310,7 +311,7 @@ class DescentMixin:
     # ---- what is found out once: before the first step, and at the start of an evaluation ----
 
     def _inspect_first(self, batches: Iterator) -> Iterator:
-        """The same batches, after what this run has to know was found out on the first one."""
+        """Find out on the first batch what this run has to know; returns the same batches."""
         if self._needs_inspection(self.model_wrapped):
             first = next(batches, None)
             if first is None:
@@ -329,13 +330,13 @@ class DescentMixin:
 
         if self._scales_losses:
             return True
-        # Trainer itself counts the labels of plain training, which takes their shift.
+        # Trainer counts the labels, and for that has to know whether they are shifted.
         if self.model_accepts_loss_kwargs:
             return True
         return preparation.loss_of_its_own(self) is not None
 
     def _inspect(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Find out on a batch what this run has to know of the model, its loss and its layers."""
+        """Find out on a batch what this run has to know about the model, its loss and its layers."""
         kind = self._kind
         is_labelled = evaluation.is_labelled(inputs, self.label_names)
         if kind.evaluates_layers and not is_labelled:
@@ -353,12 +354,13 @@ class DescentMixin:
             self._loss_shifts_labels = self._run.task.shifts_labels
 
     def _inspect_finished(self) -> None:
-        """Resumed at its end, a run reads no batch on which to find the layers."""
+        """Find the layers on one batch if a run is resumed at its last step, since it then reads none."""
         if self.state.global_step >= self.state.max_steps:
             next(self._inspect_first(iter(self.get_train_dataloader())), None)
 
     def noise_sigma(self, model=None) -> float:
-        """The deviation of the clean signal: given, saved with the model or estimated once; ValueError for none."""
+        """The standard deviation of the clean signal: given, saved with the model or estimated once; ValueError if
+        none of them applies."""
         if model is None:
             model = unwrapped(self.model)
         return preparation.find_sigma(self, model, self._run.record.resumed_from)
@@ -366,11 +368,11 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        """As of Trainer. If you state constraints, the metrics also have the loss of each layer (`eval_layer_loss_3`)
-        and the numbers of the verdict, which is logged after training.
+        """Evaluate as Trainer does. If you state constraints, the metrics also have the loss of each layer
+        (`eval_layer_loss_3`) and the numbers of the verdict. After training the verdict is logged, too.
 
-        With another objective than "erm" `eval_loss` is f_L, averaged over items. For the verdict itself call
-        [`evaluate_layers`].
+        With any other objective than "erm", `eval_loss` is the last layer's loss, averaged over items. For the verdict
+        itself call [`evaluate_layers`].
         """
         # Trainer evaluates several sets by a call of this method for each, inside the call for all of them.
         is_one_of_several = self._run.evaluation.is_of_several
@@ -385,7 +387,7 @@ class DescentMixin:
     def _evaluation_of(
         self, dataset, is_one_of_several: bool = False, plain: LayerProfile | None = None
     ) -> Evaluation:
-        """What an evaluation of `dataset` is on; `is_one_of_several` where others are evaluated beside it."""
+        """The facts about an evaluation of `dataset`; `is_one_of_several` if other sets are evaluated beside it."""
         rows = rows_of(self.eval_dataset, dataset)
         name = name_of_set(self.eval_dataset, dataset)
         chosen = set_of_metric(self.eval_dataset, self.args.metric_for_best_model)
@@ -409,7 +411,7 @@ class DescentMixin:
         return holdout.overlaps_training(self, dataset, known)
 
     def _plain_profile_on(self, dataset) -> LayerProfile | None:
-        """The profile of a plain run beside this one on the data of an evaluation; looked for once."""
+        """The profile of a plain run beside this one, on the data of an evaluation. It is looked for once."""
         rows = rows_of(self.eval_dataset, dataset)
         known = self._run.record.plain_profiles
         if id(rows) in known:
@@ -444,7 +446,7 @@ class DescentMixin:
         return output
 
     def _judge(self, metrics: dict[str, Any], prefix: str) -> None:
-        """Add to the metrics of an evaluation those of the layers, and keep its verdict."""
+        """Add the metrics of the layers to those of an evaluation, and keep its verdict."""
         run = self._run
         kind = self._kind
         if kind is RunKind.JUDGED and run.layers is not None:
@@ -516,7 +518,7 @@ class DescentMixin:
         return prediction
 
     def _unlabelled_prediction(self, predict, model, inputs):
-        """The prediction of a batch without labels, by the readout that training takes."""
+        """The prediction of a batch without labels, by the readout of training."""
         if self._readout is None:
             return predict()
         inputs = self._prepare_inputs(inputs)
@@ -524,7 +526,8 @@ class DescentMixin:
             return predict()
 
     def _read_beside(self, model, inputs) -> None:
-        """Read the layers of plain training on a batch, after Trainer, whose numbers and random draws stay."""
+        """Read the layers of plain training on a batch. Comes after Trainer, and changes neither its numbers nor its
+        draws."""
         own_rows = evaluation.rows_counted_once(self, inputs)
         inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
         with probing(unwrapped(model)), self.compute_loss_context_manager():
@@ -562,14 +565,17 @@ class DescentMixin:
             return self.compute_loss(model, inputs).detach()
 
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs) -> NoiseCurve:
-        """Metric and loss of the model on noisy inputs, for each noise level; also logged under `eval_`.
+        """Measure metric and loss of the model on noisy inputs, for each noise level. They are logged under `eval_`,
+        too.
 
         Args:
-            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
-            gammas: noise levels, one or several; `args.eval_gammas` where not given.
-            kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs share the noise.
+            eval_dataset: a dataset as `evaluate` takes it. Default: the trainer's own.
+            gammas: noise levels, one or several. Default: `args.eval_gammas`.
+            kwargs: passed to [`noise_curve`]. The default `seed` there does not depend on the seed of training, so all
+                runs are measured with the same noise.
 
-        ValueError for no levels, no data, or no scale for them (see [`noise_sigma`]); and as of [`noise_curve`].
+        ValueError if there are no levels, no data or no scale of the noise (see [`noise_sigma`]), and where
+        [`noise_curve`] raises it.
         """
         if gammas is None:
             gammas = self.args.eval_gammas
@@ -585,14 +591,15 @@ class DescentMixin:
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
-        """Loss and metric of the model at every layer. `print(profile)` shows them; `profile.certificate()` is the
-        verdict on the constraints, where the run has some.
+        """Measure loss and metric of the model at every layer.
+
+        `print(profile)` shows them. If the run has constraints, `profile.certificate()` is the verdict on them.
 
         Args:
-            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
-            kwargs: passed to [`layer_profile`].
+            eval_dataset: a dataset as `evaluate` takes it. Default: the trainer's own.
+            kwargs: passed to [`layer_profile`], such as `metric` or `gamma`.
 
-        ValueError for no data, or as of [`layer_profile`].
+        Returns the [`LayerProfile`]. ValueError if there is no data, and where [`layer_profile`] raises it.
         """
         model, settings = evaluation.settings(self, self._readout)
         settings["problem"] = self.problem
@@ -622,7 +629,7 @@ class DescentMixin:
         return profile
 
     def _state_problem(self, profile: LayerProfile) -> None:
-        """Give a profile the problem that plain training is judged by, where the run had found none before."""
+        """Give a profile the problem by which plain training is judged, unless the run has found it already."""
         if self._run.judge is not None:
             return
         self._run.judge_plain(self, len(profile.losses), profile.chance)
@@ -630,7 +637,7 @@ class DescentMixin:
             profile.problem = self.problem.state_dict()
 
     def _add_facts(self, profile: LayerProfile, rows) -> None:
-        """Add to a profile of `rows` what a verdict on it reports: facts of training, and f_L of plain training."""
+        """Add what a verdict reports to a profile of `rows`: facts about training, and f_L of plain training."""
         run = self._run
         overlaps_training = self._overlaps_training(rows)
         profile.facts = evaluation.facts_of(run.judge, profile.problem, overlaps_training)
@@ -643,7 +650,8 @@ class DescentMixin:
         return self._prepared(evaluation.chosen_dataset(self.eval_dataset, dataset))
 
     def _prepared(self, rows):
-        """The examples that evaluations read of a data set: those of the trainer's own are prepared already."""
+        """A data set as evaluations read it; a subclass may have to tokenise it. The trainer's own sets are
+        prepared."""
         return rows
 
     # ---- a run and its checkpoints ----
@@ -664,17 +672,18 @@ class DescentMixin:
 
         Both trainings have the same seed, order of the data, learning rate and steps. Afterwards the trainer holds the
         second model, as after `train`. The plain model is in the folder `_plain` of `output_dir`. Verdicts on this run
-        then tell the price: by how much f_L, the last layer's loss, is above that of the plain model. Trackers get the
-        second training alone.
+        then tell the price: how much higher the last layer's loss is than in the plain model. Trackers (W&B,
+        TensorBoard) see only the second training.
 
         Args:
-            resume_from_checkpoint: as of `train`, for the training that was interrupted. With `True`, or the folder of
-                a checkpoint of the second training, a finished plain training is not repeated.
+            resume_from_checkpoint: as in `train`, for the training that was interrupted. With `True`, or with the
+                folder of a checkpoint of the second training, a finished plain training is not repeated.
             eval_dataset: the examples to compare on, as [`evaluate_layers`] takes them.
             settings: passed to [`evaluate_layers`], such as `gamma`.
 
-        ValueError where the objective is plain training already, the model is sharded, `optimizers` were given, or as
-        of `train` and [`evaluate_layers`].
+        Returns a [`SideBySide`], the layer profiles of both models; `print` shows them as a table. ValueError if the
+        objective is plain training already, the model is sharded or `optimizers` were given, and where `train` or
+        [`evaluate_layers`] raises it.
         """
         arms = train_both(self, resume_from_checkpoint, eval_dataset, settings, self._readout)
         rows = rows_of(self.eval_dataset, eval_dataset)
@@ -683,7 +692,8 @@ class DescentMixin:
         return arms
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
-        # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
+        # A trial of a search, or a retry with a smaller batch, starts anew. A search sets the arguments of a trial one
+        # by one, so they are checked here.
         self.args.check_descent_arguments()
         self._add_callbacks()
         checks.check_best_metric(self)
@@ -696,7 +706,7 @@ class DescentMixin:
         searched = "searched" in self.command
         if self._run.record.searched:
             searched = True
-        # Plain training by itself reads nothing for this: it is Trainer's own.
+        # A fingerprint of the rows costs reading some. Plain training with nothing to compare with does without.
         reads_rows = self._kind.trains_layers or is_plain_folder(self.args.output_dir)
         origin = origin_of(self, self._readout, checkpoint, reads_rows)
         self._run = DescentRun(RunRecord(checkpoint, time.time(), searched, origin), self)
@@ -749,7 +759,7 @@ class DescentMixin:
         self._run.go_back_to(best, self.state.global_step)
 
     def _run_summary(self) -> dict[str, Any]:
-        """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
+        """What identifies this run. For a model trained elsewhere, what its own training wrote, if that is found."""
         if not self._run.has_started:
             saved = saved_summary(self.model, self.args.output_dir)
             if saved:
@@ -781,7 +791,8 @@ class DescentMixin:
         return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Write `README.md` and `model_card.json`, from the files of the output folder; arguments as of the class."""
+        """Write `README.md` and `model_card.json` from the files of the output folder. Takes the arguments of
+        Trainer's method."""
         if not self.is_world_process_zero():
             return
         signature = inspect.signature(super().create_model_card)
@@ -801,26 +812,26 @@ class DescentTrainer(DescentMixin, Trainer):
 
     Args:
         model, args, ...:
-            As for [`~transformers.Trainer`]; plain `TrainingArguments` get the defaults of [`DescentConfig`].
+            As in [`~transformers.Trainer`]. `args` is a [`DescentConfig`]; plain `TrainingArguments` get its defaults.
         readout (`Callable`, `"mean"` or `"cls"`, *optional*, keyword only):
-            What makes the predictions of every layer, in place of the model's own head. "mean" and "cls" are a
-            classifier's last linear layer on the mean of the tokens and on the first one. The model becomes, in
-            place, a `LinearReadoutForSequenceClassification` (or its like for images, videos and sounds), and is saved
-            and cut as such (see [`~hf_descent.models.give_linear_readout`]). A function `readout(model, hidden,
-            inputs) -> logits`, of hidden states `[batch, seq, hidden]`, is not saved: the loaded model uses its own
-            head, which was not trained, and its card gives no numbers.
+            What makes the predictions of every layer, in place of the model's own head. With "mean" it is a linear
+            layer on the mean of the tokens, with "cls" one on the first token. The model becomes, in place, a
+            `LinearReadoutForSequenceClassification` (or its like for images, videos and sounds), and is saved and cut
+            as such (see [`~hf_descent.models.give_linear_readout`]). A function `readout(model, hidden, inputs) ->
+            logits`, of hidden states `[batch, seq, hidden]`, is not saved: the loaded model uses its own head, which
+            was not trained, and its card gives no numbers.
         layer_loss_fn (`Callable`, *optional*, keyword only):
-            `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
-            model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.
-            One call may serve several layers at once, so it should not count its calls or keep what it is given.
-            A mean that weighs classes (`F.cross_entropy(logits, labels, weight=weight)`) divides by the weights of the
-            labels in its micro-batch, so it depends on `gradient_accumulation_steps`. The sum divided by
-            `num_items_in_batch` (`reduction="sum"`) does not.
+            A function `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss` that scores the outputs of
+            every layer. It returns a floating-point scalar tensor, as Trainer's `compute_loss_func` does. Default: the
+            model's own loss. One call may serve several layers at once, so the function should not count its calls or
+            keep what it is given. A mean that weighs classes (`F.cross_entropy(logits, labels, weight=weight)`)
+            divides by the weights of the labels in its micro-batch, so it depends on `gradient_accumulation_steps`.
+            The sum divided by `num_items_in_batch` (`reduction="sum"`) does not.
         dual_dataset (*optional*, keyword only):
-            200 or more examples, prepared as those of `train_dataset`. "descent" then moves the multipliers by the
-            losses of these examples, since constraints are easily met on examples that the weights have fitted. Every
-            8 steps it reads as many of them as a training step takes, without dropout. No other part of the data
-            should have these examples: `dataset.train_test_split(0.05)` makes such parts.
+            200 or more examples, prepared as `train_dataset` is. The default objective, "descent", then moves the
+            multipliers by the losses of these examples, since constraints are easily met on examples that the weights
+            have fitted. Every 8 steps it reads as many of them as a training step takes, without dropout. No other
+            part of the data should have these examples: `dataset.train_test_split(0.05)` makes such parts.
 
     ValueError, when the trainer is made or on the first batch of training or evaluation, for a model, a loss or a
     setting with which layers cannot be constrained; TypeError where `layer_loss_fn` returns anything but a

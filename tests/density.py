@@ -202,9 +202,14 @@ def main(places: list[Path]) -> None:
     by_findings = sorted(files, key=lambda path: sum(measured[path][kind] for kind in LIMITS))
     for path in by_findings:
         print(row(str(path), measured[path]))
-    total = sum(measured.values(), Counter())
-    print(row("together", total))
-    print("\nper 1,000 lines of code:")
+    print(row("together", sum(measured.values(), Counter())), "\n")
+    print_limits(files)
+
+
+def print_limits(files: list[Path]) -> None:
+    """Print how dense the code of all `files` together is, and how dense it may be."""
+    total = sum(map(measure, files), Counter())
+    print("per 1,000 lines of code:")
     for kind, limit in LIMITS.items():
         print(f"  {kind}: {rate(total, kind):.1f} (at most {limit})")
     least = f"at least {MIN_BLANK_LINES}"

@@ -23,6 +23,7 @@ from hf_descent import DescentTrainer
 
 
 PACKAGE = Path(hf_descent.__file__).parent
+MOST_STOPS = 12  # of a batch in training
 FOR_THE_LOG = {"_tokens", "_log_tokens"}
 MODELS = {
     "replay": (bert, classification_data),

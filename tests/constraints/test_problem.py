@@ -179,25 +179,43 @@ def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
     assert [(row.kind, row.layer) for row in problem.rows] == [row[:2] for row in rows]
     assert problem.num_rows == (4 if alpha else 0) + 4 and problem.layers == [1, 2, 3, 4]
     index = [row.index for row in problem.rows]
-    level = None if level is None else torch.tensor(level)
-    found = problem.violations(f, level)
+    found = problem.violations(f, None if level is None else torch.tensor(level))
     assert found[index].tolist() == pytest.approx(
         [F[layer - 1] - asked for _, layer, asked, _ in rows]
     )
     assert found.count_nonzero() == len(rows)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.3, "line", "steps"])
+@pytest.mark.parametrize("level", [None, 0.7])
+def test_a_margin_lowers_what_targets_ask(alpha, level):
+    problem, f = mixed(alpha), torch.tensor(F, dtype=torch.float64)
+    rows = naive_rows(alpha, F, level or F[-1])
+    index = [row.index for row in problem.rows]
     tight = problem.violations(f, level, margin=0.1)
     least = {"exit": F[-1], "bound": 0.0}  # to which a margin may lower what is asked
     asked = [max(0.9 * asked, least.get(kind, asked)) for kind, _, asked, _ in rows]
     assert tight[index].tolist() == pytest.approx(
         [F[row[1] - 1] - a for row, a in zip(rows, asked)]
     )
-    if level is None:
-        asked, tolerances = problem.bounds(f)
-        assert asked[index].tolist() == pytest.approx([row[2] for row in rows])
-        expected = [
-            0 if reference is None else 0.1 * (reference - asked) for _, _, asked, reference in rows
-        ]
-        assert tolerances[index].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.3, "line", "steps"])
+def test_the_tolerance_is_a_tenth_of_the_decrease(alpha):
+    problem, f = mixed(alpha), torch.tensor(F, dtype=torch.float64)
+    rows = naive_rows(alpha, F, F[-1])
+    index = [row.index for row in problem.rows]
+    asked, tolerances = problem.bounds(f)
+    assert asked[index].tolist() == pytest.approx([row[2] for row in rows])
+    expected = [
+        0 if reference is None else 0.1 * (reference - asked) for _, _, asked, reference in rows
+    ]
+    assert tolerances[index].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("alpha", [None, 0.3, "line", "steps"])
+def test_a_problem_is_the_same_after_json(alpha):
+    problem = mixed(alpha)
     again = DescentProblem(**json.loads(json.dumps(problem.state_dict())))
     assert again.rows == problem.rows and again.state_dict() == problem.state_dict()
     assert DescentProblem.saved_in(problem.state_dict()).rows == problem.rows

@@ -78,14 +78,14 @@ def table(tmp_path_factory):
     words = words_of_table(folder, out)
     options = Options(SCALES["cpu"], out / "cpu", seeds=(0, 1))
     started = []
-    run_command = runner.start
+    run_command = runner.run_command
 
     def note_and_run(command):
         started.append(command)
         run_command(command)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "start", note_and_run)
+        patch.setattr(runner, "run_command", note_and_run)
 
         run_until_the_first_checkpoint(words, options.run_folder(DESCENT, 0))
         before = list(started)

@@ -39,7 +39,7 @@ def parse(words: Sequence[str]) -> tuple:
     return cli.parse_arguments(words)[1]
 
 
-def start(words: Sequence[str]) -> None:
+def run_command(words: Sequence[str]) -> None:
     """Runs a command."""
     name, *flags = words
     if name in OWN_COMMANDS:
@@ -157,7 +157,7 @@ class Job:
         record = {"words": self.words, "finished": False, **facts()}
         self._write(record)
         start = time.perf_counter()
-        start([*self.words, *more])
+        run_command([*self.words, *more])
         self._write(record | {"finished": True, "seconds": round(time.perf_counter() - start, 1)})
         if self.kind in ("tune", "train"):
             for path in [

@@ -665,19 +665,16 @@ class DescentMixin:
         self._run.end_training(self)
         return output
 
-    def train_with_plain(
-        self, resume_from_checkpoint=None, eval_dataset=None, **settings
-    ) -> SideBySide:
+    def train_with_plain(self, eval_dataset=None, **settings) -> SideBySide:
         """Train the model twice from the same start, first plainly, then as the arguments say, and compare the two.
 
         Both trainings have the same seed, order of the data, learning rate and steps. Afterwards the trainer holds the
         second model, as after `train`. The plain model is in the folder `_plain` of `output_dir`. Verdicts on this run
         then tell the price: how much higher the last layer's loss is than in the plain model. Trackers (W&B,
-        TensorBoard) see only the second training.
+        TensorBoard) see only the second training. If that is interrupted, `train(resume_from_checkpoint=True)` goes on
+        with it, and its verdicts tell the price, too.
 
         Args:
-            resume_from_checkpoint: as in `train`, for the training that was interrupted. With `True`, or with the
-                folder of a checkpoint of the second training, a finished plain training is not repeated.
             eval_dataset: the examples to compare on, as [`evaluate_layers`] takes them.
             settings: passed to [`evaluate_layers`], such as `gamma`.
 
@@ -685,7 +682,7 @@ class DescentMixin:
         objective is plain training already, the model is sharded or `optimizers` were given, and where `train` or
         [`evaluate_layers`] raises it.
         """
-        arms = train_both(self, resume_from_checkpoint, eval_dataset, settings, self._readout)
+        arms = train_both(self, eval_dataset, settings)
         rows = rows_of(self.eval_dataset, eval_dataset)
         if not arms.plain.gamma:  # `evaluate` is without noise
             self._run.record.plain_profiles[id(rows)] = (rows, arms.plain)

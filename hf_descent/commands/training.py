@@ -17,7 +17,7 @@ from ..loading import ADAPTER
 from ..readout.tape import assigned
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
-from ..training.plain_arm import is_finished, plain_arm, plain_checkpoint, where_to_go_on
+from ..training.plain_arm import plain_arm
 from .arguments import absolute
 from .closing import after_training, closing_lines
 
@@ -85,13 +85,17 @@ def train_and_report(
         _print_once(trainer, arm(resume))
         return
 
-    if not is_finished(trainer, resume):
-        with plain_arm(trainer):
-            _print_once(trainer, f"Plain training, in {trainer.args.output_dir}\n")
-            arm(plain_checkpoint(trainer, resume))
+    if resume:
+        raise ValueError(
+            "`with_plain` trains twice from the start, and `resume_from_checkpoint` goes on with one training: leave "
+            "`with_plain` out. A plain training that is finished is found beside the run."
+        )
+    with plain_arm(trainer):
+        _print_once(trainer, f"Plain training, in {trainer.args.output_dir}\n")
+        arm(None)
 
     _print_once(trainer, f"\nTraining with the objective {trainer.args.objective!r}\n")
-    closing = arm(where_to_go_on(trainer, resume))
+    closing = arm(None)
     for pair in side_by_side(trainer.args.output_dir):
         level = f", at noise level {pair.plain.gamma:g}" if pair.plain.gamma else ""
         title = f"Plain training and {pair.objective!r} side by side{level}"

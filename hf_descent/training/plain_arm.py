@@ -2,8 +2,8 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,25 +12,19 @@ from transformers import Trainer, TrainerCallback
 
 from ..compat import token_counts
 from ..constraints.objectives import PlainTraining
-from ..evaluation.profiles import LayerProfile
 from ..evaluation.side_by_side import (
     SideBySide,
-    is_plain_run_of,
-    of_same_data,
     plain_folder,
     seconds_in,
     seconds_of_logs,
-    unlike,
 )
 from ..logs import get_logger
 from ..readout import random_state
 from ..readout.stack import unwrapped
 from ..readout.tape import assigned
-from ..runs import RunFolder, training_arguments
+from ..runs import RunFolder
 from .callbacks import DescentCallback
-from .checkpoints import newest_complete_checkpoint, on_first_process
 from .evaluation import chosen_dataset
-from .origin import origin_of
 
 
 logger = get_logger(__name__)
@@ -149,111 +143,23 @@ def _forget_training(trainer: Trainer) -> None:
     trainer.accelerator.free_memory()
 
 
-def train_both(
-    trainer: Trainer,
-    resume: str | bool | None,
-    eval_dataset: Any,
-    settings: Mapping[str, Any],
-    readout: Callable | None,
-) -> SideBySide:
+def train_both(trainer: Trainer, eval_dataset: Any, settings: Mapping[str, Any]) -> SideBySide:
     """See [`DescentMixin.train_with_plain`]."""
     check_can_train_twice(trainer)
     chosen_dataset(trainer.eval_dataset, eval_dataset)  # raises now what it would after training
 
-    plain = None
-    if not is_finished(trainer, resume, readout):
-        with plain_arm(trainer):
-            logger.info(f"Plain training comes first, in {trainer.args.output_dir}.")
-            trainer.train(plain_checkpoint(trainer, resume, readout))
-            trainer.save_model()
-            trainer.save_state()
-            plain = trainer.evaluate_layers(eval_dataset, **settings)
-            if trainer.is_world_process_zero():
-                RunFolder(trainer.args.output_dir).write({f"layer_profile{plain.ending}": plain})
-            trainer.accelerator.wait_for_everyone()
+    with plain_arm(trainer):
+        logger.info(f"Plain training comes first, in {trainer.args.output_dir}.")
+        trainer.train()
+        trainer.save_model()
+        trainer.save_state()
+        plain = trainer.evaluate_layers(eval_dataset, **settings)
+        if trainer.is_world_process_zero():
+            RunFolder(trainer.args.output_dir).write({f"layer_profile{plain.ending}": plain})
+        trainer.accelerator.wait_for_everyone()
 
-    checkpoint = where_to_go_on(trainer, resume)
-    trainer.train(checkpoint)
-    seconds = None  # a resumed training logs the time of its last part alone
-    if not checkpoint:
-        seconds = seconds_of_logs(trainer.state.log_history)
+    trainer.train()
+    seconds = seconds_of_logs(trainer.state.log_history)
     profile = trainer.evaluate_layers(eval_dataset, **settings)
-    folder = plain_folder(trainer.args.output_dir)
-    if plain is None:  # finished before
-        measured = RunFolder(folder).results(LayerProfile, "layer_profile*")
-        plain = of_same_data(measured, profile)
-    if plain is None:
-        raise ValueError(
-            "The finished plain run was measured on other examples: remove its folder "
-            f"{folder!r}, and resume."
-        )
-
-    return SideBySide(plain, profile, trainer.args.objective, (seconds_in(folder), seconds))
-
-
-def where_to_go_on(trainer: Trainer, resume: str | bool | None) -> str | bool | None:
-    """What `train` takes to resume one arm of two, in the present output folder: `None` where that arm has no complete
-    checkpoint, since the other may have been the one that was killed."""
-    if resume is not True:
-        return resume
-    return on_first_process(trainer.args, _newest_checkpoint, trainer.args.output_dir)
-
-
-def _newest_checkpoint(folder: str) -> str | None:
-    with suppress(ValueError):
-        return newest_complete_checkpoint(folder)
-    return None
-
-
-def plain_checkpoint(
-    trainer: Trainer, resume: str | bool | None, readout: Callable | None = None
-) -> str | None:
-    """What `train` takes to resume the plain arm, which the trainer is set to: its newest complete checkpoint, where
-    it started as the arm does that comes next."""
-    checkpoint = where_to_go_on(trainer, bool(resume))
-    if not checkpoint:
-        return None
-
-    before = origin_of(trainer, readout, checkpoint)
-    present = origin_of(trainer, readout)
-
-    def difference(_: str) -> str | None:
-        return unlike(before, present)
-
-    why = on_first_process(trainer.args, difference, checkpoint)
-    if why is None:
-        return checkpoint
-    logger.warning(f"Plain training starts anew, and not from {checkpoint}: {why}.")
-    return None
-
-
-def is_finished(
-    trainer: Trainer, resume: str | bool | None, readout: Callable | None = None
-) -> bool:
-    """Whether the folder of the trainer's plain training holds the results of one that need not be repeated: with the
-    same settings, from the same weights and on the same rows as the training that is resumed.
-
-    ValueError where that has a checkpoint, and plain training that starts now would not start as it did.
-    """
-    if not resume:
-        return False
-
-    checkpoint = where_to_go_on(trainer, resume)
-    origin = origin_of(trainer, readout, checkpoint)
-    present = origin_of(trainer, readout)
-    summary = {"arguments": training_arguments(trainer.args), "origin": origin}
-
-    def has_results(folder: str) -> bool:
-        run = RunFolder(folder)
-        has_profile = run.path.is_dir() and bool(run.fresh("layer_profile*.json"))
-        if has_profile and is_plain_run_of(summary, run):
-            return True
-        why = unlike(origin, present)
-        if why is not None:
-            raise ValueError(
-                f"Plain training cannot be compared with {checkpoint}: {why}. Start both anew, without "
-                "`resume_from_checkpoint`, or go on without plain training."
-            )
-        return False
-
-    return on_first_process(trainer.args, has_results, plain_folder(trainer.args.output_dir))
+    plain_seconds = seconds_in(plain_folder(trainer.args.output_dir))
+    return SideBySide(plain, profile, trainer.args.objective, (plain_seconds, seconds))

@@ -9,7 +9,7 @@ import torch
 from tiny.data import Stream, classification_data
 from tiny.models import bert
 from tiny.tokenizers import word_tokenizer
-from tiny.training import config, fitted, watch
+from tiny.training import config, fitted
 from torch import nn
 from transformers import (
     BertForMaskedLM,
@@ -237,48 +237,13 @@ def test_a_saved_run_is_no_reference_for_what_reads_or_scores_its_model_in_anoth
     assert "_plain is not compared with: it had another " in caplog.text
 
 
-def begun(trainer, **resume):
-    """The objectives that `train_with_plain` trains with, each with the step from which it goes on."""
-    callback, seen = watch(
-        "on_train_begin", lambda args, state, _: (args.objective, state.global_step)
-    )
-    trainer.add_callback(callback)
-    trainer.train_with_plain(**resume)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "given", [{"model": bert(seed=1)}, {"rows": OTHER_ROWS}], ids=["weights", "rows"]
-)
-def test_a_finished_plain_run_of_another_training_is_made_again(tmp_path, given):
-    make(tmp_path).train_with_plain()
-    assert begun(make(tmp_path), resume_from_checkpoint=True) == [("descent", 0)]
-    expected = [("erm", 0), ("descent", 0)]
-    assert begun(make(tmp_path, **given), resume_from_checkpoint=True) == expected
-
-
 def test_a_resumed_training_is_compared_with_the_plain_run_of_its_own_start(tmp_path):
     """A model whose head was drawn without a seed is another one in each process."""
     saves = {"save_strategy": "steps", "save_steps": 1}
     make(tmp_path, **saves).train_with_plain()
     again = make(tmp_path, bert(seed=1), **saves)
-    assert begun(again, resume_from_checkpoint=True) == [("descent", 2)]
+    again.train(resume_from_checkpoint=True)
     assert plain_loss(again) is not None
-
-    for file in (tmp_path / "_plain").glob("layer_profile*"):
-        file.unlink()  # as of a plain arm that was killed
-    refused = "cannot be compared with .*checkpoint-2: it had other weights before training.*anew"
-    with pytest.raises(ValueError, match=refused):
-        make(tmp_path, bert(seed=1), **saves).train_with_plain(resume_from_checkpoint=True)
-
-
-def test_a_plain_arm_is_not_resumed_with_another_model(tmp_path, caplog):
-    saves = {"save_strategy": "steps", "save_steps": 1}
-    make(tmp_path / "_plain", objective="erm", **saves).train()
-    trainer = make(tmp_path, bert(seed=1))
-    assert begun(trainer, resume_from_checkpoint=True) == [("erm", 0), ("descent", 0)]
-    assert "Plain training starts anew, and not from" in caplog.text
-    assert plain_loss(trainer) is not None
 
 
 def test_a_stream_is_known_while_it_is_there(tmp_path, caplog):
@@ -293,7 +258,7 @@ def test_a_stream_is_known_while_it_is_there(tmp_path, caplog):
     assert plain_loss(fitted(make(tmp_path, rows=Stream(ROWS)))) is None
     assert "whether it had other training examples is not known" in caplog.text
     resumed = make(tmp_path, rows=Stream(ROWS), **saves)
-    assert begun(resumed, resume_from_checkpoint=True) == [("descent", 2)]
+    resumed.train(resume_from_checkpoint=True)
     assert plain_loss(resumed) == pytest.approx(expected)
 
 

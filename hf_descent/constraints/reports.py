@@ -206,8 +206,10 @@ class DualReports:
         if watch is None or watch.highest_rise() is None or not self.is_first("rise"):
             return
         highest, best = watch.highest_rise()
-        limits = "Nothing limits this (`max_last_layer_rise` limits the multipliers of 'descent')."
-        if ascent.guard is not None:
+        limits = "Nothing limits this (`max_last_layer_rise=None`)."
+        if not self._dual.objective.moves_multipliers:
+            limits = "Nothing limits this (`max_last_layer_rise` is for the objective 'descent')."
+        elif ascent.guard is not None:
             limits = (
                 f"The multipliers shrink while it is more than {watch.max_rise:.1%} above its best value "
                 "(`max_last_layer_rise`), so that the constraints give way."

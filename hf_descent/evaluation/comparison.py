@@ -332,10 +332,13 @@ class Comparison:
         return {"groups": groups, "differences": differences}
 
     def __str__(self) -> str:
-        table = [["", "runs", *SUMMARIES.values(), "noise unit", "constraints met"]]
+        columns = dict(SUMMARIES)
+        if len(self._noise_units) > 1:
+            columns["sigma"] = "level 1"
+        table = [["", "runs", *columns.values(), "constraints met"]]
         for name, runs in self.groups.items():
             summary = self._summary(runs)
-            numbers = [_format(*summary[column]) for column in (*SUMMARIES, "sigma")]
+            numbers = [_format(*summary[column]) for column in columns]
             feasible = ""
             if summary["feasible"] is not None:
                 count, judged = summary["feasible"]
@@ -348,8 +351,21 @@ class Comparison:
                 f" As in training: noise levels up to {self.gamma_train:g}; more noise: beyond."
             )
 
-        title += " A level of 1 is the noise unit, the standard deviation of the clean input."
-        return "\n".join([title, format_table(table), "", *map(str, self.differences)])
+        title += " A level of 1 is the standard deviation of the clean input."
+        lines = [title, format_table(table), "", *map(str, self.differences)]
+        count = len(self.differences)
+        if count > 1:
+            level = self.differences[0].confidence
+            lines.append(
+                f"Each of these {count} tests is at {100 * level:.4g} %, so that all together hold at "
+                f"{100 * (1 - count * (1 - level)):.4g} %."
+            )
+        return "\n".join(lines)
+
+    @property
+    def _noise_units(self) -> set[float | None]:
+        """The noise of level 1 of each run; of the embeddings of texts another in each model."""
+        return {run.curve.settings.get("sigma") for runs in self.groups.values() for run in runs}
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Of a group (mean, deviation) of each summary, and (feasible, judged) runs."""

@@ -298,15 +298,20 @@ def test_a_rise_is_said_once_with_numbers_and_what_to_ask_less(caplog):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_last_layer_rise": None}, {"objective": "quadratic"}], ids=str
+    ("settings", "why"),
+    [
+        ({"max_last_layer_rise": None}, "(`max_last_layer_rise=None`)"),
+        ({"objective": "quadratic"}, "is for the objective 'descent'"),
+    ],
+    ids=str,
 )
-def test_a_rise_that_nothing_limits_is_said_too(caplog, settings):
+def test_a_rise_that_nothing_limits_is_said_too(caplog, settings, why):
     state = state_of(**settings)
     for step in range(200):
         dual_step(state, rising(step), step)
     state.logs(200)
     (told,) = [record.message for record in caplog.records if "last layer worse" in record.message]
-    assert "Nothing limits this" in told and "shrink" not in told
+    assert "Nothing limits this" in told and why in told and "shrink" not in told
 
 
 def test_a_rise_in_the_warm_up_does_not_keep_the_multipliers_from_growing(caplog):

@@ -273,6 +273,10 @@ def test_all_verdicts_hold_together(tmp_path):
     comparison = compare(folders, baseline="hinge")
     assert list(comparison.groups) == ["hinge", "erm", "descent"]
     assert [found.confidence for found in comparison.differences] == [0.975] * 2
+    assert "Each of these 2 tests is at 97.5 %, so that all together hold at 95 %." in str(
+        comparison
+    )
+    assert "level 1" not in str(comparison).splitlines()[1]  # all have one unit of noise
     written = json.loads(json.dumps(comparison.to_dict()))
     assert written["groups"]["erm"]["seeds"] == [0, 1, 2]
     assert written["differences"][0]["verdict"] == comparison.differences[0].verdict
@@ -292,9 +296,8 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     for name in ("erm", "descent"):
         assert (groups[name]["auc_id"][0], groups[name]["auc_ood"][0]) == pytest.approx((0.5, 0.4))
     assert "As in training: noise levels up to 1; more noise: beyond." in str(comparison)
-    assert groups["descent"]["sigma"][0] == 1.5 and "0.5" in str(
-        comparison
-    )  # the unit of the levels
+    assert groups["descent"]["sigma"][0] == 1.5
+    assert "level 1" in str(comparison).splitlines()[1]  # the two have another unit of noise
     assert comparison.groups["erm"][0].curve.gamma_train == 0.0
     runs = [
         make_run([0.5, 0.6], objective=name, gammas=GAMMAS + 0.5) for name in ("erm", "descent")

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
@@ -119,6 +120,17 @@ def load_model(name: str, images: bool = False) -> PreTrainedModel:
         with weights_of(name):
             return auto_class.from_pretrained(name, dtype="auto")
     return _load_adapter(name, architecture, auto_class, summary)
+
+
+def is_text_model(name: str) -> bool:
+    """Whether a saved model is a text classifier or a causal language model, with the head and the tokenizer that it
+    needs to be used without a script."""
+    if "readout" in RunFolder(name).summary or not find_json(name, TOKENIZER_CONFIG_FILE):
+        return False
+    return _auto_class(architecture_of(name)) in (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
 
 def _auto_class(architecture: str) -> type | None:

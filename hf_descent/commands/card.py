@@ -6,8 +6,9 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from ..hub.facts import OLD_FILES, collect, write_card
+from ..loading import is_text_model
 from ..runs import RunFolder
-from .closing import next_step, verdict_of
+from .closing import next_step
 
 
 def run(args: argparse.Namespace) -> None:
@@ -28,11 +29,9 @@ def run(args: argparse.Namespace) -> None:
 
     card = write_card(args.run, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
-    verdict = verdict_of(args.run)
-    if verdict is not None:
-        print(
-            f"The card begins with the verdict on the constraints of the run:\n{verdict.headline}"
-        )
+    if "verdict" in card:
+        headline = card["verdict"]["headline"]
+        print(f"The card begins with the verdict on the constraints of the run:\n{headline}")
     if args.push_to_hub:
         ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]
         ignored += ["optimizer*", "scheduler*", "scaler.pt", "rng_state*"]
@@ -46,5 +45,7 @@ def run(args: argparse.Namespace) -> None:
             delete_patterns=list(OLD_FILES),
         )
         print(f"Uploaded to {commit.repo_url}")
-    else:
+    elif is_text_model(args.run):
         print(next_step(f"show {args.run}", "shows what every layer predicts for a text"))
+    else:
+        print(next_step(f"card {args.run} --push_to_hub NAME", "uploads the model with its card"))

@@ -23,7 +23,7 @@ from ..early_exit import (
 )
 from ..early_exit.layer_sets import spans
 from ..evaluation import Certificate
-from ..loading import load_image_processor, load_tokenizer
+from ..loading import is_text_model, load_image_processor, load_tokenizer
 from ..runs import RunFolder, tables
 from .arguments import parse_model
 from .closing import next_step, verdict_of
@@ -203,7 +203,8 @@ def _close_healed(folder: str, profile: LayerSetProfile) -> None:
     everything, kept = profile.layers
     print(profile.headline)
     print(f"{len(kept)} of {len(everything)} layers, {spans(kept)}, are healed and in {folder}.")
-    print(next_step(f"show {folder}", "shows what its layers predict"))
+    if is_text_model(folder):
+        print(next_step(f"show {folder}", "shows what its layers predict"))
 
 
 def _layer_sets(

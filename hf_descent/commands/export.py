@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 from ..early_exit import keep_layers, truncate
 from ..early_exit.layer_sets import layers_in, spans
 from ..hub.facts import OWN_MODELS
-from ..loading import CAUSAL_LMS, load_image_processor, load_model, load_tokenizer
+from ..loading import (
+    CAUSAL_LMS,
+    is_text_model,
+    load_image_processor,
+    load_model,
+    load_tokenizer,
+)
 from .closing import next_step, verdict_of
 from .held_out import empty_folder
 
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
     verdict = verdict_of(args.model)
     if verdict is not None:
         print(f"The verdict on the constraints of {args.model}:\n{verdict.headline}")
-    if not is_onnx:
+    if not is_onnx and is_text_model(str(folder)):
         print(next_step(f"show {folder}", "shows what its layers predict"))
 
 

@@ -12,9 +12,9 @@ def demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
     parser.add_argument(
-        "--auto",
+        "--paper",
         action="store_true",
-        help="constrain by the package's defaults, not the demo's own",
+        help="constrain as the paper does, not by the package's defaults",
     )
 
 

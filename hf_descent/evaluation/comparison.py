@@ -357,8 +357,8 @@ class Comparison:
         if count > 1:
             level = self.differences[0].confidence
             lines.append(
-                f"Each of these {count} tests is at {100 * level:.4g} %, so that all together hold at "
-                f"{100 * (1 - count * (1 - level)):.4g} %."
+                f"The level is {100 * level:.4g} % for each of the {count}, so that it is "
+                f"{100 * (1 - count * (1 - level)):.4g} % for all together."
             )
         return "\n".join(lines)
 

@@ -81,7 +81,7 @@ def arms(task: str) -> dict[str, dict]:
         }
         return chosen
 
-    chosen["paper"] = {"objective": "descent", **demo.PROBLEM}
+    chosen["paper"] = {"objective": "descent", **demo.PAPER}
     for name in ("keep", "clip", "detach"):
         chosen[f"alpha 0.3, {name}"] = {**steps, "negative_weights": name}
     for layer in (2, 3):

@@ -120,11 +120,14 @@ def test_a_layer_that_does_nothing_is_left_out_and_the_exported_model_is_the_sam
 
     cli.main(["card", str(tmp_path / "model")])
     assert str(profile) in (tmp_path / "model" / "README.md").read_text()
-    capsys.readouterr()
+    shows = f"Next: `hf-descent show {tmp_path / 'model'}`"  # which refuses images
+    assert (shows in capsys.readouterr().out) == (name == "bert")
 
     command = re.search(r"Next: `hf-descent (export .*) --output_dir DIR`", printed)[1].split()
     cli.main([*command, "--output_dir", str(tmp_path / "short")])
-    assert f"Layers {command[-1]} of 4 layers are in" in capsys.readouterr().out
+    written_out = capsys.readouterr().out
+    assert f"Layers {command[-1]} of 4 layers are in" in written_out
+    assert ("Next: `hf-descent show " in written_out) == (name == "bert")
     short = auto_class.from_pretrained(tmp_path / "short")
     assert short.config.num_hidden_layers == len(profile.smallest())
     cli.main(

@@ -273,7 +273,7 @@ def test_all_verdicts_hold_together(tmp_path):
     comparison = compare(folders, baseline="hinge")
     assert list(comparison.groups) == ["hinge", "erm", "descent"]
     assert [found.confidence for found in comparison.differences] == [0.975] * 2
-    assert "Each of these 2 tests is at 97.5 %, so that all together hold at 95 %." in str(
+    assert "The level is 97.5 % for each of the 2, so that it is 95 % for all together." in str(
         comparison
     )
     assert "level 1" not in str(comparison).splitlines()[1]  # all have one unit of noise

@@ -1,4 +1,4 @@
-"""Draws method.svg: layer losses, mean and range of the seeds of recipes/demo/README.md, and the line under them.
+"""Draws method.svg: layer losses of `hf-descent demo --paper`, mean and range of its seeds, and the line under them.
 
 python docs/method_figure.py
 """

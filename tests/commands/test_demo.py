@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from hf_descent import DescentConfig, cli
+from hf_descent import cli
 from hf_descent.commands.demo import ARMS, GAMMA_TRAIN, GAMMAS, NUM_LAYERS, demo
 
 

@@ -327,6 +327,7 @@ def parse_model(
     """Parses `MODEL [--config RECIPE] [flags]` (see [`parse_recipe`]) into the model and the dataclasses; ValueError
     where there is not one model."""
     usage = f"{prog} MODEL [--config RECIPE] [flags]"
+    description = f"{description}. MODEL is the output folder of a run, or a name on the Hub."
     model = first_word(argv, "model", usage)
     flags = argv if model is None else argv[1:]
     return model, *parse_recipe(argument_types, flags, prog, description, usage, model)

@@ -55,7 +55,7 @@ class ExitArguments:
 
     output_dir: str | None = HfArg(
         default=None,
-        help="Folder for the results. Default: the model's own, or this one for a model on the Hub.",
+        help="Folder for the results. Default: MODEL, or the current folder if MODEL is on the Hub.",
     )
     fewest_layers: int | None = HfArg(
         default=None,

@@ -30,7 +30,10 @@ def compare(parser: argparse.ArgumentParser) -> None:
         "--baseline", help="the group to compare with; the first one where not given"
     )
     parser.add_argument(
-        "--confidence", type=float, default=0.95, help="confidence of all outcomes together"
+        "--confidence",
+        type=float,
+        default=0.95,
+        help="probability that all intervals are right at once",
     )
     parser.add_argument(
         "--output_dir", default="comparison", help="folder for comparison.json and the figures"

@@ -74,7 +74,7 @@ class LensArguments:
     )
     output_dir: str | None = HfArg(
         default=None,
-        help="Folder for the results. Default: the model's own, or this one for a model on the Hub.",
+        help="Folder for the results. Default: MODEL, or the current folder if MODEL is on the Hub.",
     )
     batch_size: int = HfArg(default=8, help="Examples in a batch.")
     image_column: str = HfArg(

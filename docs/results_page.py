@@ -266,6 +266,7 @@ def from_finished(benchmark, ask, task: str, arm: str, seeds, budget: int = 8, *
 def searches(task: str, arm: str, seeds: tuple[int, ...] = (), limit: str = "") -> list[list[dict]]:
     """The runs that the search of each seed took."""
     usual_seeds, _, budget = SPECIFICATIONS[task]
+    arm, changed = CHANGED_ARMS.get(arm, (arm, {}))
     benchmark = script("runs_to_specification")
     found = from_finished(
         benchmark,
@@ -275,6 +276,7 @@ def searches(task: str, arm: str, seeds: tuple[int, ...] = (), limit: str = "") 
         seeds or usual_seeds,
         budget,
         **LIMITS[limit or limit_of(task)],
+        **changed,
     )
     return [runs for *_, runs in found]
 
@@ -764,8 +766,10 @@ def smollm2_gpu(*columns: str) -> str:
 
 MODELS = {"denoiser": "denoiser", "minilm": "MiniLM", "imdb": "MiniLM, IMDb", "lm": "tiny Llama"}
 METRICS = {"denoiser": "rmse", "minilm": "accuracy", "imdb": "accuracy", "lm": "token accuracy"}
+CHANGED_ARMS = {"ours_normalised": ("ours", {"normalize_weights": True})}
 ARMS = {
     "ours": "constrained",
+    "ours_normalised": "constrained, weights sum to 1",
     "fixed": "fixed weights",
     "quadratic": "quadratic penalty",
     "hinge": "hinge penalty",
@@ -796,7 +800,7 @@ EVERY_ARM = (
     "cut_first_longer",
 )
 RIVALS = {
-    "denoiser_one": EVERY_ARM,
+    "denoiser_one": ("ours", "ours_normalised", *EVERY_ARM[1:]),
     "denoiser_two": EVERY_ARM,
     "minilm_one": ("ours", "fixed", "deep_supervision"),
     "minilm_two": ("ours", "fixed"),

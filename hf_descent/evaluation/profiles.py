@@ -332,7 +332,9 @@ def _kept_low(parts: np.ndarray, is_greater_better: bool) -> np.ndarray:
     # One row more, on which the layer does as badly as any and the last one at its best: layers that agree on all rows
     # may differ on others.
     lower, _ = confidence_limits(np.vstack([excess, unseen]))
-    return kept + lower
+    low = kept + lower
+    low[-1] = 1  # the last layer keeps all of itself
+    return low
 
 
 def _layers_of(

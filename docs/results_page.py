@@ -1094,6 +1094,12 @@ TABLES = {
     "levers": levers,
     "onnx": onnx,
     "demo": partial(all_of, "demo", 2),
+    "demo error": partial(
+        table_of,
+        "demo, error",
+        {"training": "training", "clean": "no noise", "ID": "as in training", "OOD": "more noise"},
+        {"clean": 2, "ID": 2, "OOD": 2},
+    ),
     "imdb-minilm": partial(all_of, "imdb-minilm", 3),
     "alpaca-stories260k": partial(all_of, "alpaca-stories260k", 3),
     "video-ut": partial(all_of, "video-ut", 2),

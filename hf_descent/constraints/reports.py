@@ -212,7 +212,7 @@ class DualReports:
         elif ascent.guard is not None:
             limits = (
                 f"The multipliers shrink while it is more than {watch.max_rise:.1%} above its best value "
-                "(`max_last_layer_rise`), so that the constraints give way."
+                "(`max_last_layer_rise`), so that the constraints give way and it can recover."
             )
         logger.warning(
             f"The constraints make the last layer worse: its loss rose from {best:.4g} to {highest:.4g} "

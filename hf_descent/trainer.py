@@ -356,7 +356,7 @@ class DescentMixin:
     def _inspect_finished(self) -> None:
         """Find the layers on one batch if a run is resumed at its last step, since it then reads none."""
         if self.state.global_step >= self.state.max_steps:
-            next(self._inspect_first(iter(self.get_train_dataloader())), None)
+            self._inspect_first(iter(self.get_train_dataloader()))
 
     def noise_sigma(self, model=None) -> float:
         """The standard deviation of the clean signal: given, saved with the model or estimated once; ValueError if
@@ -581,7 +581,7 @@ class DescentMixin:
             gammas = self.args.eval_gammas
         if gammas is None:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
-        model, settings = evaluation.settings(self, self._readout)
+        model, settings = evaluation.model_and_settings(self, self._readout)
         settings["sigma"] = self.noise_sigma(model)
         settings["gamma_train"] = self.args.gamma_train
         settings.update(kwargs)
@@ -601,7 +601,7 @@ class DescentMixin:
 
         Returns the [`LayerProfile`]. ValueError if there is no data, and where [`layer_profile`] raises it.
         """
-        model, settings = evaluation.settings(self, self._readout)
+        model, settings = evaluation.model_and_settings(self, self._readout)
         settings["problem"] = self.problem
         has_noise = bool(kwargs.get("gamma"))
         if has_noise:

@@ -1,4 +1,4 @@
-"""What a trainer knows of its run that no file in the run's folder says, for the model card."""
+"""Facts for the model card that the trainer knows, and that no file in the run's folder has."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,17 @@ from ..runs import RunFolder, training_arguments
 
 logger = logging.get_logger(__name__)
 
-OF_TRAINING = ("train_", "epoch", "total_flos")  # how what Trainer counts in training begins
+OF_TRAINING = ("train_", "epoch", "total_flos")  # prefixes of the training metrics of Trainer
 
 
 def card_facts(
     trainer: Trainer, given: dict[str, Any], trained: bool, readout: Callable | None
 ) -> dict[str, Any]:
-    """Facts for [`write_card`]: of the trainer, and those that `create_model_card` was `given`. The settings are the
-    model's only where this trainer `trained` it; a `readout` is what measured it, in place of its own head."""
+    """Facts for [`write_card`]: about the trainer, and those that `create_model_card` was `given`.
+
+    The settings are listed only if this trainer `trained` the model. A `readout` is the function that measured it in
+    place of its own head.
+    """
     if "dataset_name" in given:
         given["dataset"] = given.pop("dataset_name")
 
@@ -54,7 +57,7 @@ def card_facts(
 
 
 def check_no_results(run: RunFolder, readout: Callable) -> None:
-    """ValueError where a folder to push holds files of what a `readout` measured, which is not saved."""
+    """ValueError if a folder to push holds measurements by a `readout`, which is not saved with the model."""
     found = [path for pattern in run.EVALUATIONS for path in run.path.glob(pattern)]
     for path in run.path.glob("*_results.json"):
         if any(not name.startswith(OF_TRAINING) for name in read_json(path)):
@@ -68,8 +71,8 @@ def check_no_results(run: RunFolder, readout: Callable) -> None:
 
 
 def _evaluation(trainer: Trainer) -> dict[str, Any] | None:
-    """The numbers of the last evaluation, where it was of the weights that the model has now."""
-    # Each of a dict of data sets is logged by itself, under its own name.
+    """The numbers of the last evaluation, if it measured the weights that the model has now; else `None`."""
+    # If there is a dict of data sets, each set is logged by itself, under its own name.
     history = [entry for entry in trainer.state.log_history if _has(entry, suffix="_runtime")]
     evaluations = [entry for entry in history if _has(entry, prefix="eval_")]
     if not evaluations:

@@ -1,7 +1,8 @@
 """The loss of the best constant prediction on the training labels, estimated before the first step.
 
-That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was given. It is known for the (binary)
-cross-entropy and the squared error, so a loss is compared with these on a real batch.
+If `initial_loss_bound` is "auto", this loss is f_0. If f_0 was given, layers are still held to be at chance by this
+loss. It is known for the (binary) cross-entropy and the squared error, so the task loss is compared with these on a
+real batch.
 """
 
 import copy
@@ -30,18 +31,18 @@ from ..readout.tape import assigned
 from .records import reduced
 
 
-# Of the rows, and of what a collator draws: runs that differ by their seed have the same f_0.
+# Draws the rows, and what a collator draws, so that runs that differ by their seed have the same f_0.
 SEED = 0
 
 
 def is_readable_once(dataset) -> bool:
-    """Whether what is read of a data set is gone, as from a generator."""
+    """Whether a data set can be read only once, as a generator."""
     return not has_length(dataset) and iter(dataset) is iter(dataset)
 
 
 @contextmanager
 def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
-    """Training goes on as if nothing had been drawn inside; collators may have a generator of their own."""
+    """Within it, random numbers come from `seed`. Afterwards all generators, also a collator's own, are as before."""
     collator = trainer.data_collator
     generators = []
     if hasattr(collator, "generator"):
@@ -52,10 +53,10 @@ def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
 
 
 def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, data) -> float:
-    """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; of a
-    denoiser that of its noisy input, where it is less.
+    """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; for a
+    denoiser, the loss of returning the noisy input, if lower.
 
-    ValueError where the data can be read only once, or has no two labels.
+    ValueError if the data can be read only once, or has no two labels.
     """
     if data is None or is_readable_once(data):
         raise unmeasurable("data that can be read only once")
@@ -71,7 +72,7 @@ def measure_chance(trainer: Trainer, task: TaskLoss, chance_loss: ChanceLoss, da
 
 
 def _noise_variance(trainer: Trainer) -> float:
-    """The mean variance of the noise of training, whose level is drawn between two."""
+    """The mean variance of the noise of training, whose level is drawn from a range."""
     levels = levels_of("noise_gamma", trainer.args.noise_gamma)
     low = levels[0]
     high = levels[-1]
@@ -82,8 +83,10 @@ def _noise_variance(trainer: Trainer) -> float:
 
 
 def _mean_over_processes(accelerator: Accelerator, measure: Callable[[], float]) -> float:
-    """The mean of what each process measures: one value for all, also where each has a part of a stream to itself.
-    ValueError on all where one process has one."""
+    """The mean of what each process measures, so that all have one value even if each reads a part of a stream.
+
+    If one process raises ValueError, all do.
+    """
     failure = None
     try:
         value = measure()
@@ -102,7 +105,8 @@ def _mean_over_processes(accelerator: Accelerator, measure: Callable[[], float])
 def chance_of_batches(
     task: TaskLoss, chance_loss: ChanceLoss, batches: Iterable[Mapping[str, Any]]
 ) -> float:
-    """The loss of the best constant prediction of the first labels of `batches`, as many as are `enough`."""
+    """The loss of the best constant prediction of the first labels of `batches`, of which `chance_loss.enough` are
+    read."""
     chance_loss = replace(chance_loss)  # a copy, to count in
     missing = chance_loss.enough
     for batch in batches:
@@ -118,8 +122,11 @@ def chance_of_batches(
 def collated(
     trainer: Trainer, data, most_rows: int, batch_size: int | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """Batches of at most `most_rows` rows as training collates them, the same on all processes: spread evenly over the
-    data, in random order; of a stream the first. They have the size of training's, or `batch_size`."""
+    """Batches of at most `most_rows` rows as training collates them, the same on all processes.
+
+    The rows are spread evenly over the data, in random order; of a stream they are the first. The batches have the
+    size of training batches, unless `batch_size` is given.
+    """
     if isinstance(data, IterableDataset) or not has_length(data):
         rows = islice(data, most_rows)
     else:

@@ -34,15 +34,18 @@ from .records import reduced
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
-# The beginnings of the names of optimizers, the latter with DeepSpeed.
+# Prefixes of the files of an optimizer; "global_step" is DeepSpeed's.
 OPTIMIZERS = ("optimizer", "global_step")
-# The name in trainer_state.json, as of a callback, of a copy of the multipliers for people to read.
+# The name of the readable copy of the multipliers in trainer_state.json, among the states of callbacks.
 READABLE_STATE = "DescentState"
 
 
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
-    """The checkpoint that a run goes on from: for `True` the newest complete one. What makes the run another one than
-    that of the checkpoint is logged. ValueError where there is none, or the one named is not complete."""
+    """The checkpoint that a run goes on from; `True` stands for the newest complete one.
+
+    Logs what differs between this run and the run of the checkpoint. ValueError if there is no checkpoint, or the one
+    named is not complete.
+    """
     if not resume_from_checkpoint:
         return resume_from_checkpoint
 
@@ -61,7 +64,7 @@ def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -
 
 
 def on_first_process(args: TrainingArguments, function: Callable[[str], Any], folder: str) -> Any:
-    """What `function` gives for `folder` on the first process, or raises there, on all of them."""
+    """Call `function(folder)` on the first process, and return its result, or raise its error, on all."""
     result = None
     if args.process_index == 0:
         try:
@@ -76,7 +79,7 @@ def on_first_process(args: TrainingArguments, function: Callable[[str], Any], fo
 
 
 def _check_readout(checkpoint: str) -> None:
-    """ValueError for a checkpoint of the time when `readout="mean"` left the model as it was."""
+    """ValueError if a checkpoint is of a version in which `readout="mean"` left the model as it was."""
     readout = RunFolder(checkpoint).summary.get("readout")
     if readout in POOLINGS:
         raise ValueError(
@@ -86,10 +89,11 @@ def _check_readout(checkpoint: str) -> None:
 
 
 def _report_changes(checkpoint: str, args: DescentArguments) -> None:
-    """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
+    """Warn if a run resumed from `checkpoint` cannot be the same: without an optimizer, or with changed arguments."""
     if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
         logger.warning(
-            f"{checkpoint} has no optimizer state (`save_only_model`): they start from the beginning."
+            f"{checkpoint} has no optimizer state (`save_only_model`): the optimizer and the learning rate schedule "
+            "start anew."
         )
     saved = RunFolder(checkpoint).summary.get("arguments")
     if saved is None:  # of plain Trainer
@@ -108,7 +112,7 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
 
 
 def warn_of_readout(readout: Callable) -> None:
-    """Say on saving that the model was read by a function that is not saved with it."""
+    """Warn, when a model is saved, that the function which reads it is not saved with it."""
     logger.warning(
         f"The readout `{name_of(readout)}` is not saved with the model. A loaded model uses its own head, which was "
         "not trained, so its predictions are not those that were measured."
@@ -116,14 +120,14 @@ def warn_of_readout(readout: Callable) -> None:
 
 
 def mark_incomplete(folder: str) -> None:
-    """Remove the trainer state of an earlier save, which would stand for a complete save before this one is."""
+    """Remove the trainer state of an earlier save, by which this save would look complete too early."""
     Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
 def check_agreement(accelerator: Accelerator, multipliers: torch.Tensor) -> None:
-    """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
+    """RuntimeError if the multipliers, which every process steps by itself, differ from those of the first process.
 
-    On every process, or the others would wait for the one that raises.
+    All processes raise it, so that none waits for another.
     """
     process = accelerator.process_index
     multipliers = multipliers.to(accelerator.device)
@@ -141,12 +145,12 @@ def check_agreement(accelerator: Accelerator, multipliers: torch.Tensor) -> None
 
 @contextmanager
 def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
-    """Within it, weights are loaded under the model's own names where the files in `folder` have the Hub's.
+    """Within it, weights are loaded under the model's own names, even if the files in `folder` have the Hub's names.
 
-    `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows them;
-    Trainer would leave such weights as they are (huggingface/transformers#48805).
+    `save_pretrained` writes the Hub's names (for the layers of a ViT, or the experts of a mixture), and
+    `from_pretrained` knows them. Trainer would not load such weights (huggingface/transformers#48805).
     """
-    model = getattr(trainer.model, "_orig_mod", trainer.model)  # of a compiled one
+    model = getattr(trainer.model, "_orig_mod", trainer.model)  # it may be compiled
     is_whole = isinstance(model, PreTrainedModel) and not (
         trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     )
@@ -169,11 +173,11 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:
-    """The last checkpoint of the last training in `output_dir`; ValueError where there is none.
+    """The last checkpoint of the last training in `output_dir`; ValueError if there is none.
 
-    Trainings are told apart by when they started, as their checkpoints say; a copy need not keep the times of files.
-    Those of plain `Trainer` do not say, and stand for themselves. Incomplete folders, left by a killed process, are
-    passed over and named in the log.
+    A checkpoint says when its training started, and that tells trainings apart: copied files need not keep their
+    times. Checkpoints of plain `Trainer` do not say it, so the time of their files counts. Incomplete folders, left by
+    a killed process, are passed over and named in the log.
     """
     checkpoints = []
     for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
@@ -197,7 +201,7 @@ def newest_complete_checkpoint(output_dir: str) -> str:
 
 
 def check_complete(checkpoint: str) -> None:
-    """ValueError where a checkpoint folder is incomplete."""
+    """ValueError if a checkpoint folder is incomplete."""
     if not os.path.isdir(checkpoint):
         return
     fault = fault_of(checkpoint)
@@ -208,8 +212,8 @@ def check_complete(checkpoint: str) -> None:
 
 
 def fault_of(checkpoint: str) -> str | None:
-    """What is missing in a checkpoint folder or cannot be read, in a sentence; `None` for a complete one, which has
-    weights and its trainer state, the last file of a save."""
+    """What is missing in a checkpoint folder or cannot be read, in a sentence. `None` if the folder is complete: it
+    has weights, and the trainer state, which is the last file of a save."""
     folder = Path(checkpoint)
     for name in sorted({TRAINER_STATE_NAME, *(path.name for path in folder.glob("*.json"))}):
         try:
@@ -225,13 +229,13 @@ def fault_of(checkpoint: str) -> str | None:
 
 def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint's `files`, converted as `from_pretrained` does, but for this model with what was
-    changed in it by hand; ValueError where they are another model's."""
+    changed in it by hand. ValueError if they are the weights of another model."""
     saved = {}
     for file in files:
         for name, weight in load_file(file).items():
             saved[name.removeprefix("_orig_mod.")] = weight
 
-    # The conversion leaves new tensors in the model; its optimizer knows those before.
+    # The conversion leaves new tensors in the model, but the optimizer knows the old ones.
     slots = [slot for module in model.modules() for slot in (module._parameters, module._buffers)]
     before = [dict(slot) for slot in slots]
     conversions = getattr(model, "_weight_conversions", None)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from transformers import Trainer
@@ -15,9 +16,9 @@ from ..readout.stack import unwrapped
 from ..runs import RunFolder, training_arguments
 from .chance import drawing_apart
 from .checkpoints import on_first_process
-from .evaluation import settings as evaluation_settings
+from .evaluation import model_and_settings
 from .evaluation_sets import rows_of
-from .origin import fingerprint_of_rows, fingerprint_of_weights, reading_of
+from .origin import Origin, fingerprint_of_rows, fingerprint_of_weights, reading_of
 from .preparation import loaded_from
 from .references import LastLayerReferences, references_of
 
@@ -29,9 +30,11 @@ def earlier_last_layer(
     is_trained: bool,
     readout: Callable | None,
 ) -> list[Reference]:
-    """f_L at earlier times, for a verdict on `rows` that cannot be paired with those that were read then: of this
-    training, or of the run that the model was loaded from, where this trainer has not trained it (`is_trained`), and
-    reads and scores it as that run did."""
+    """f_L at earlier times, for a verdict on `rows` that cannot be paired with the rows read at those times.
+
+    It comes from this training. If this trainer has not trained the model (`is_trained`), it comes from the run that
+    the model was loaded from, if that run read and scored the model as this trainer does; else it is empty.
+    """
     if references.has_read(rows):
         return references.unpaired(rows)
     if references.times():
@@ -49,42 +52,53 @@ def earlier_last_layer(
 def plain_profiles_of(
     trainer: Trainer, origin: Mapping[str, str | None] | None, readout: Callable | None = None
 ) -> list[LayerProfile]:
-    """The layer profiles of the plain run beside the run that the trainer's model is from; all processes call it.
+    """The layer profiles of the plain run that the trainer's model is compared with; every process calls it.
 
-    Where this trainer has trained the model, from `origin`, that is the run in `output_dir`. Else it is the run in the
-    folder that the model was loaded from, or one folder above a checkpoint; or the one in `output_dir`, where that has
-    the weights of this model. Plain runs that are not known to be trained as the run was, and read and scored as the
-    trainer does now, do not count.
+    If this trainer has trained the model, from `origin`, it is the plain run in `output_dir`. Else see
+    [`_profiles_beside_loaded`]. A plain run counts only if it is known to be trained as the run was, and read and
+    scored as this trainer does.
     """
     args = trainer.args
     if args.objective_class.is_plain:
         return []
-    trained = {"arguments": training_arguments(args), "origin": origin}
+    if origin is None:
+        find = partial(_profiles_beside_loaded, trainer, readout)
+    else:
+        trained = {"arguments": training_arguments(args), "origin": origin}
+        find = partial(plain_profiles, summary=trained)
+    return on_first_process(args, find, args.output_dir)
+
+
+def _profiles_beside_loaded(
+    trainer: Trainer, readout: Callable | None, output_dir: str
+) -> list[LayerProfile]:
+    """The profiles of the plain run beside the run that made a model, if this trainer did not train it.
+
+    The first of these folders that has some: the one that the model was loaded from; the one above, since that may
+    have been a checkpoint; `output_dir`, if the run there has the weights of this model.
+    """
+    reading = reading_of(trainer, readout)
+
     loaded = loaded_from(trainer.model)
+    if os.path.isdir(loaded):
+        summary = _with_reading(RunFolder(loaded).summary, reading)
+        for folder in (loaded, os.path.dirname(os.path.abspath(loaded))):
+            profiles = plain_profiles(folder, summary)
+            if profiles:
+                return profiles
 
-    def read_here(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The summary of a run as if that had read and scored its model as this trainer does."""
-        if not summary.get("origin"):
-            return summary
-        return {**summary, "origin": {**summary["origin"], **reading_of(trainer, readout)}}
+    summary = RunFolder(output_dir).summary
+    weights = fingerprint_of_weights(unwrapped(trainer.model))
+    if weights is None or summary.get("weights") != weights:
+        return []
+    return plain_profiles(output_dir, _with_reading(summary, reading))
 
-    def profiles(output_dir: str) -> list[LayerProfile]:
-        if origin is not None:
-            return plain_profiles(output_dir, trained)
-        if os.path.isdir(loaded):
-            summary = read_here(RunFolder(loaded).summary)
-            for folder in (loaded, os.path.dirname(os.path.abspath(loaded))):
-                found = plain_profiles(folder, summary)
-                if found:
-                    return found
 
-        summary = RunFolder(output_dir).summary
-        weights = fingerprint_of_weights(unwrapped(trainer.model))
-        if weights is None or summary.get("weights") != weights:
-            return []
-        return plain_profiles(output_dir, read_here(summary))
-
-    return on_first_process(args, profiles, args.output_dir)
+def _with_reading(summary: Mapping[str, Any], reading: Origin) -> Mapping[str, Any]:
+    """The summary of a run as if it had read and scored its model by `reading`."""
+    if not summary.get("origin"):
+        return summary
+    return {**summary, "origin": {**summary["origin"], **reading}}
 
 
 def plain_profile_on(
@@ -94,8 +108,11 @@ def plain_profile_on(
     origin: Mapping[str, str | None] | None,
     readout: Callable | None,
 ) -> LayerProfile | None:
-    """The profile of that plain run on the data that `evaluate(dataset)` takes, without noise; `None` where it was not
-    measured on these very rows. The rows are read once, without the model: those of `held_out(dataset)`."""
+    """The profile of the plain run (see [`plain_profiles_of`]), without noise, on the data that `evaluate(dataset)`
+    takes. `None` if it was not measured on these very rows.
+
+    To find out, the rows of `held_out(dataset)` are read once, without the model.
+    """
     rows = rows_of(trainer.eval_dataset, dataset)
     is_one_set = rows is not None and not isinstance(rows, dict)
     if not is_one_set or not has_length(rows):
@@ -114,8 +131,8 @@ def plain_profile_beside(
     origin: Mapping[str, str | None] | None,
     readout: Callable | None,
 ) -> LayerProfile | None:
-    """The profile of that plain run on the data and at the noise level of a profile of `rows`; `None` where it was not
-    measured there."""
+    """The profile of the plain run (see [`plain_profiles_of`]) on the data and at the noise level of `profile`, which
+    is of `rows`. `None` if it was not measured there."""
     profiles = plain_profiles_of(trainer, origin, readout)
     plain = of_same_data(profiles, profile)
     if plain is not None:
@@ -123,20 +140,21 @@ def plain_profile_beside(
 
     if profile.gamma or not has_length(rows):
         return None
-    return _profile_of_same_rows(trainer, profiles, rows, readout)  # in batches of another size
+    # Perhaps it was measured on the same rows in batches of another size.
+    return _profile_of_same_rows(trainer, profiles, rows, readout)
 
 
 def _profile_of_same_rows(
     trainer: Trainer, profiles: list[LayerProfile], rows: Any, readout: Callable | None
 ) -> LayerProfile | None:
-    """The profile without noise that is of these very rows, in batches of its own size."""
+    """The profile without noise that was measured on these very rows, whatever its batch size."""
     without_noise = [profile for profile in profiles if not profile.gamma]
     if not without_noise:
         return None
 
-    model, settings = evaluation_settings(trainer, readout)
+    model, settings = model_and_settings(trainer, readout)
     for profile in without_noise:
-        if profile.batch_size is not None:  # else of a former version, and perhaps the same as now
+        if profile.batch_size is not None:  # former versions did not save it
             settings["batch_size"] = profile.batch_size
         with drawing_apart(trainer, model):
             data = fingerprint_of(model, rows, **settings)

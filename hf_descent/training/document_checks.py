@@ -11,13 +11,16 @@ from ..readout.labels import labels_of
 from ..readout.replay import output_logits, probing
 
 
-PACKING_TOKENS = 64  # of each of the two documents by which packing is tried
+PACKING_TOKENS = 64  # length of each of the two documents by which packing is tried
 MIXED_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Trainer) -> None:
-    """ValueError where documents that share a row (their positions start anew) see one another: where the first
-    tokens of a row, taken for two documents, change the logits of the second by other tokens in the first."""
+    """ValueError if documents that share a row (their positions start anew) see one another.
+
+    It is tried on the first tokens of a row, cut into two documents: the logits of the second must stay the same when
+    the tokens of the first are replaced.
+    """
     positions = inputs.get("position_ids")  # [rows, seq]
     labels = labels_of(inputs, trainer.label_names)
     if positions is None or positions.shape != labels.shape:
@@ -40,7 +43,7 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
 
 
 def _packs(trainer: Trainer) -> bool:
-    """Whether a row may hold several documents, though the first one does not."""
+    """Whether other rows may hold several documents, if the first row does not."""
     args = trainer.args
     if not getattr(trainer, "padding_free", False):
         return False
@@ -69,7 +72,7 @@ def _two_documents(inputs: Mapping[str, Any], labels: torch.Tensor, length: int)
 
 
 def _influence(model: nn.Module, batch: Mapping[str, Any], length: int) -> float:
-    """By what share of their size the logits of the second document change with the tokens of the first."""
+    """How much the logits of the second document change with the tokens of the first, as a share of their size."""
     tokens = batch["input_ids"]
     second = tokens[:, length:]
     logits = []
@@ -82,7 +85,7 @@ def _influence(model: nn.Module, batch: Mapping[str, Any], length: int) -> float
 
 
 def _rounding(model: nn.Module, trainer: Trainer) -> float:
-    """What rounding alone may change."""
+    """The change that rounding alone may cause, as a share."""
     dtypes = {MIXED_DTYPES.get(trainer.accelerator.mixed_precision, torch.float32)}
     for parameter in model.parameters():
         if parameter.is_floating_point():

@@ -37,11 +37,11 @@ def make_dual(
     dual_dataset,
     checkpoint: str | None,
 ) -> DualState:
-    """The dual side of a run: that of the `checkpoint` it goes on from, else a new one. Of a model that is only
-    evaluated it has the problem that the model was trained on.
+    """The dual side of a run: loaded from the `checkpoint` that the run goes on from, else a new one. If the model is
+    only evaluated, the problem is the one that it was trained on.
 
-    The multipliers move on `dual_dataset`, or on the examples of training. `inputs` is a batch to try the model out
-    on.
+    The multipliers move by the losses on `dual_dataset`, or on the training examples. `inputs` is a batch to try the
+    model on.
     """
     inputs = layers.task.short(inputs)
     _warn_of_half_precision(layers.task, inputs)
@@ -73,8 +73,8 @@ def make_dual(
 
 
 def _saved_problem(trainer: Trainer, checkpoint: str | None) -> Mapping[str, Any]:
-    """What the checkpoint of a training says of its problem, or the folder that an evaluated model was loaded from;
-    empty where nothing does."""
+    """The problem that is saved in the checkpoint of a training, or in the folder that an evaluated model was loaded
+    from; empty if there is none."""
     if has_state(checkpoint):
         _, settings = read_state(checkpoint)
         if settings["problem"] is not None:
@@ -87,18 +87,20 @@ def _saved_problem(trainer: Trainer, checkpoint: str | None) -> Mapping[str, Any
 def _measured_chance(
     trainer: Trainer, layers: LayerLosses, inputs: Mapping[str, Any]
 ) -> float | None:
-    """The loss of the best constant prediction on the data at hand; `None` where it is not known. ValueError where it
-    would be the f_0 of a training."""
+    """The loss of the best constant prediction on the data at hand. If it cannot be measured: ValueError if it was to
+    be the f_0 of a training, else `None`."""
     args = trainer.args
     task = layers.task
+    is_constrained = trainer.is_in_train and args.objective_class.is_constrained
+    is_needed = is_constrained and args.initial_loss_bound == "auto"
+
+    chance_loss = layers.chance_loss
     try:
-        chance_loss = layers.chance_loss
-        if chance_loss is None:  # the error says why
+        if chance_loss is None:  # looked for again, since the error says why there is none
             chance_loss = find_chance_loss(task, inputs, _outputs(task, inputs))
         return measure_chance(trainer, task, chance_loss, _rows_at_hand(trainer))
     except ValueError:
-        is_constrained = trainer.is_in_train and args.objective_class.is_constrained
-        if is_constrained and args.initial_loss_bound == "auto":
+        if is_needed:
             raise
         return None
 
@@ -114,21 +116,22 @@ def _warn_of_half_precision(task: TaskLoss, inputs: Mapping[str, Any]) -> None:
 
 
 def _outputs(task: TaskLoss, inputs: Mapping[str, Any]) -> Any:
-    """The model's, without a trace in its training."""
+    """The outputs of the model; training goes on as if it had not been called."""
     with probing(task.model):
         return task.model(**task.model_inputs(inputs))
 
 
 def _rows_at_hand(trainer: Trainer):
     """The data of the present training or evaluation."""
-    loader = trainer.callback_handler.eval_dataloader  # `None` of a step of evaluation by itself
+    loader = trainer.callback_handler.eval_dataloader  # `None` if only `prediction_step` was called
     if trainer.is_in_train or loader is None:
         return trainer.train_dataset
     return getattr(loader, "dataset", None)
 
 
 def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
-    """Those of `dual_dataset`, in random order; `None` where the multipliers move on the training examples, or not."""
+    """The examples of `dual_dataset` in random order; `None` if the multipliers move by the training examples, or do
+    not move."""
     args = trainer.args
     if dual_dataset is None or not trainer.is_in_train:
         return None

@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 
 def rows_counted_once(trainer: Trainer, inputs) -> int | None:
-    """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""
+    """How many rows of the last evaluation batch are not repeats that fill it up; `None` for any other batch."""
     args = trainer.args
     loader = trainer.accelerator.gradient_state
     if args.world_size == 1 or not loader.end_of_dataloader:
@@ -59,15 +59,15 @@ def is_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> bool:
 
 
 def without_repeats(inputs: Mapping[str, Any], own_rows: int | None) -> Mapping[str, Any]:
-    """The rows of a batch that count, see [`rows_counted_once`]; one where none does, since every process has to run
-    the model: a forward may gather parameters."""
+    """The rows of a batch that count (see [`rows_counted_once`]), but at least one: every process has to run the
+    model, since a forward may gather parameters."""
     if own_rows is None:
         return inputs
     return slice_tensors(inputs, slice(max(own_rows, 1)))
 
 
 def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
-    """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
+    """`keys`, or Trainer's own, and hidden states, which would pile up as predictions if the config asks for them."""
     if keys is None:
         config = getattr(model, "config", None)
         keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"])
@@ -75,23 +75,25 @@ def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
 
 
 def without_persistent_workers(args: TrainingArguments) -> AbstractContextManager:
-    """Within it, Trainer makes a new data loader: with persistent workers, it takes that of the first data set without
-    a name for all others."""
+    """Within it, Trainer makes a new data loader. With persistent workers, it would reuse the loader of the first
+    unnamed data set for all others."""
     return assigned([(args, "dataloader_persistent_workers")], False)
 
 
-# Of an earlier reading of the last layer, by the number of a process's batch [rows, 2]: losses over items, and items.
+# An earlier reading of the last layer in one process: batch number -> [rows, 2], the sum of the row's loss over its
+# items, and their number.
 Reading = dict[int, torch.Tensor]
 
 
 class EvaluatedRows(NamedTuple):
-    """What an evaluation has read in all processes."""
+    """The losses that an evaluation has read in all processes."""
 
-    # float64 [rows, layers + 1], of each row with items the sums of its losses, and its items.
+    # float64 [rows, layers + 1]: for each row with items, the sums of its layer losses, and the number of its items.
     sums: np.ndarray
     items: int
-    whole_batches: int = 0  # of the rows, those that are whole batches
-    references: Sequence[Reference] = ()  # the last layer at earlier times
+    # How many entries of `sums` are whole batches, since their rows could not be told apart.
+    whole_batches: int = 0
+    references: Sequence[Reference] = ()  # losses of the last layer at earlier times
 
 
 def gathered(
@@ -100,10 +102,10 @@ def gathered(
     readings: Mapping[str, Reading] = MappingProxyType({}),
     unpaired: Sequence[Reference] = (),
 ) -> EvaluatedRows:
-    """What all processes, each of which calls, have read in their `totals`.
+    """What all processes have read in their `totals`; every process calls it.
 
-    `readings` are earlier ones of the same data in this process, by their time. At times without one, or where its
-    rows cannot be paired with those of `totals`, references are those `unpaired`.
+    `readings` maps a time to the earlier reading of the same data in this process. If a time has none, or its rows
+    cannot be paired with the rows of `totals`, the reference is the one in `unpaired`.
     """
     rows = totals.rows.gathered(accelerator.num_processes > 1, list(readings.values()))
     items = reduced(accelerator, torch.as_tensor(totals.items))
@@ -122,9 +124,11 @@ def layer_metrics(
     plain: LayerProfile | None = None,
     reads_one_token: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:
-    """The metrics of an evaluation that read the layers, and its certificate, where the problem is known. `labels` are
-    statistics of the labels of this process's batches, `plain` is the profile of plain training on the same rows,
-    `reads_one_token` is as for [`certify`]."""
+    """The metrics of an evaluation that read the layers, and its certificate if the problem is known.
+
+    `labels` are statistics of the labels of this process's batches. `plain` is the profile of plain training on the
+    same rows. `reads_one_token` is as in [`certify`].
+    """
     sums = rows.sums
     if not len(sums):
         return {}, None
@@ -166,8 +170,8 @@ def layer_metrics(
 def feasible_score(last_loss: float, certificate: Certificate | None) -> float:
     """One number to choose a checkpoint by; greater is better.
 
-    Where every row is met it is above 0, and the greater, the smaller f_L is. Where the layers have learned it is
-    above -1: the less the worst layer may miss (the `shortfall` of the [`Certificate`]), the greater; f_L counts for
+    If every constraint is met, it is above 0, and falls as f_L rises. If not, but the layers have learned, it is
+    between -1 and 0, and falls as the `shortfall` of the worst layer rises (see [`Certificate`]); f_L counts for
     little. Models that have learned nothing are between -2 and -1, by f_L alone.
     """
     if not math.isfinite(last_loss):
@@ -192,7 +196,7 @@ def feasible_score(last_loss: float, certificate: Certificate | None) -> float:
 def facts_of(
     dual: DualState | None, problem: dict[str, Any], also_selected: bool
 ) -> dict[str, Any]:
-    """The facts of training that a verdict on `problem` reports; some only where it is that of the training."""
+    """The facts about training that a verdict on `problem` reports; some only if training had the same problem."""
     facts: dict[str, Any] = {"also_selected": also_selected}
     if dual is not None:
         facts["max_last_layer_rise"] = dual.args.max_last_layer_rise
@@ -211,18 +215,18 @@ def facts_of(
 def read_by(
     function: Callable, readout: Readout | None, model: nn.Module, inputs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Within it, the logits of `model` are those of the custom readout `function`; `readout` is that of the layers, if
-    they were found."""
+    """Within it, the logits of `model` come from the custom readout `function`. `readout` is the readout of the
+    layers, if they were found."""
     bare = unwrapped(model)
     if readout is None or not readout.fits(bare):
-        # Not kept: a batch without labels does not show their shift.
+        # Used for this batch only: without labels it is not known whether they are shifted.
         readout = Readout.probe(bare, inputs, function)
     with readout.attach(lambda *_: None, [readout.num_layers]):
         yield
 
 
 def chosen_dataset(known, dataset):
-    """The data set that `evaluate(dataset)` would take, of the trainer's own `known`; ValueError where it is none."""
+    """The data set that `evaluate(dataset)` would take; `known` is the trainer's own. ValueError if it is not one."""
     if isinstance(known, dict) and dataset is None:
         names = ", ".join(map(repr, known))
         raise ValueError(f"The trainer has several evaluation sets: name one of them, {names}.")
@@ -248,8 +252,9 @@ def chosen_dataset(known, dataset):
     return dataset
 
 
-def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and the arguments of [`noise_curve`] and [`layer_profile`] that make them measure as `evaluate`."""
+def model_and_settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, prepared for evaluation, and arguments with which [`noise_curve`] and [`layer_profile`] measure as
+    `evaluate` does."""
     accelerator = trainer.accelerator
     shards_parameters = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if accelerator.mixed_precision != "no" and not shards_parameters and not accelerator._models:
@@ -279,7 +284,7 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _predicts_numbers(model: nn.Module) -> bool:
-    """Whether a model is one of regression, as transformers' own losses recognise it, or a denoiser."""
+    """Whether a model is a denoiser, or a regression model as transformers' own losses recognise it."""
     name = type(model).__name__
     if name.endswith("Denoising"):
         return True

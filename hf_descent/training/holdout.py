@@ -1,5 +1,7 @@
-"""Rows that do not train the weights, on which the multipliers move (Cotter et al. 2019): constraints are on
-expectations, which the rows that the weights fit flatter."""
+"""Examples that do not train the weights, by which the multipliers move (Cotter et al. 2019).
+
+On examples that the weights have fitted, losses are too low, and constraints look met.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +29,8 @@ LEAST_ROWS = 200  # with fewer, means are too noisy to detect a violation of a f
 
 
 def check_dual_dataset(trainer: Trainer, dual_dataset) -> None:
-    """ValueError where the rows of the multipliers are too few, cannot be counted, or are known to be in another part
-    of the data, too."""
+    """ValueError if `dual_dataset` has too few examples or no length, or shares examples with another part of the
+    data."""
     if not has_length(dual_dataset):
         raise ValueError(
             f"`dual_dataset` has no known number of examples; give {LEAST_ROWS} or more, in a dataset with a length."
@@ -46,8 +48,8 @@ def check_dual_dataset(trainer: Trainer, dual_dataset) -> None:
 def rows_known_to_training(
     trainer: Trainer, dual_dataset, has_trained: bool, in_search: bool
 ) -> list:
-    """The data sets that the weights or the multipliers were fitted to, and those that chose a checkpoint, by
-    `eval_strategy`, or settings, `in_search`."""
+    """The data sets that the weights or the multipliers were fitted to, and those that chose a checkpoint (by
+    `eval_strategy`) or settings (`in_search`)."""
     known = []
     if has_trained:
         known += [trainer.train_dataset, dual_dataset]
@@ -57,7 +59,7 @@ def rows_known_to_training(
 
 
 def overlaps_training(trainer: Trainer, dataset, known: list) -> bool:
-    """Whether an evaluation of `dataset`, as `evaluate` takes it, is known to be on rows of the data sets `known`."""
+    """Whether `dataset`, as `evaluate` takes it, is known to share rows with one of the data sets `known`."""
     rows = rows_of(trainer.eval_dataset, dataset)
     return any(share_rows(rows, other) for other in known)
 
@@ -69,7 +71,8 @@ def shuffled(rows, args: DescentArguments) -> Subset:
 
 
 class HeldOutRows:
-    """`count` rows that are not trained on, read in eval mode, without dropout but with the noise of training."""
+    """`count` examples that are not trained on. They are read in eval mode, without dropout but with the noise of
+    training."""
 
     def __init__(self, trainer: Trainer, rows):
         self._trainer = trainer
@@ -82,8 +85,11 @@ class HeldOutRows:
         )
 
     def layer_losses(self, layers: LayerLosses, turn: int) -> torch.Tensor:
-        """Layer losses `[L]` of as many rows as an optimizer step takes, over all processes; NaN where none counts.
-        Turns are counted from 0. They go through the rows in a circle, so that a turn reads the same in every run."""
+        """Layer losses `[L]` of as many examples as an optimizer step takes, over all processes; NaN if none counts.
+
+        Turns are counted from 0. They go through the examples in a circle, so that a turn reads the same ones in every
+        run.
+        """
         trainer = self._trainer
         model = trainer.model_wrapped
         batches = self._batches(model, turn)
@@ -112,7 +118,7 @@ class HeldOutRows:
         return (sums[:-1] / sums[-1]).float()
 
     def _batches(self, model: nn.Module, turn: int) -> dict[int, Mapping[str, Any]]:
-        """This process's batches of a turn, by their numbers among those of all turns and processes."""
+        """This process's batches of a turn, each by its number among the batches of all turns and processes."""
         trainer = self._trainer
         args = trainer.args
         size = trainer._train_batch_size if args.auto_find_batch_size else args.train_batch_size
@@ -131,7 +137,8 @@ class HeldOutRows:
 
 
 def reshard(model: nn.Module) -> None:
-    """FSDP2 may keep a unit whole after an evaluation, and with it the step's gradient at `zero_grad`."""
+    """Shard the units of FSDP2 again. An evaluation may leave one unsharded, and `zero_grad` would miss its
+    gradient."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

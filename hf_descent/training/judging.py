@@ -1,4 +1,4 @@
-"""The problem that evaluations judge a model by where training did not solve it: plain training, or none here."""
+"""The problem by which evaluations judge a model that this trainer did not train under constraints."""
 
 from transformers import Trainer
 
@@ -18,15 +18,15 @@ logger = get_logger(__name__)
 def judging_state(
     trainer: Trainer, num_layers: int, chance: float | None, is_trained: bool
 ) -> DualState:
-    """The problem of a trainer's arguments, or of the run that its model comes from where they state none and this
-    trainer has not trained it; its `problem` is `None` where f_0 is not known.
+    """A dual side without steps, whose `problem` is that of a trainer's arguments. If they state none and this trainer
+    has not trained the model, it is the problem of the run that the model comes from.
 
-    `chance` is the loss of the best constant prediction of the training labels, or of those evaluated; 0 (all labels
-    are alike) says nothing.
+    The `problem` is `None` if f_0 is not known. `chance` is the loss of the best constant prediction of the training
+    labels, or of those evaluated; 0 (all labels are alike) says nothing.
     """
     if chance == 0:
         chance = None
-    dual = DualState(trainer.args, num_layers, 0, 0, chance)  # of 0 steps: it judges alone
+    dual = DualState(trainer.args, num_layers, 0, 0, chance)  # 0 steps: it only judges
     if not is_trained:
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
 
@@ -39,7 +39,7 @@ def judging_state(
 
 
 def chance_in_training(trainer: Trainer) -> float | None:
-    """The loss of the best constant prediction of the training labels, as constraints have it; `None` where it is not
+    """The loss of the best constant prediction of the training labels, as in constrained training; `None` if it is not
     known."""
     data = trainer.train_dataset
     if data is None or is_readable_once(data):

@@ -29,8 +29,8 @@ from .records import StepTotals
 class LayerObjective:
     """What training minimises, and its dual step, where the `layers` and the `dual` side are known.
 
-    It keeps nothing of a step: the caller has the [`StepTotals`]. `rank` is that of this process among the `processes`
-    that train together.
+    It keeps nothing of a step: the caller has the [`StepTotals`]. `rank` is the rank of this process among the
+    `processes` that train together.
     """
 
     def __init__(self, layers: LayerLosses, dual: DualState, rank: int = 0, processes: int = 1):
@@ -46,7 +46,7 @@ class LayerObjective:
         step: StepTotals,
         keep_logits: bool = False,
     ) -> MicroBatchLosses:
-        """The layer losses of a micro-batch of `step`, to which they are added, and the objective."""
+        """The layer losses and the objective of a micro-batch. Adds the losses to the totals of `step`."""
         count = self.count(batch)
         share = step.share(count)
 
@@ -64,7 +64,8 @@ class LayerObjective:
         return losses
 
     def dual_step(self, step: StepTotals, skipped: bool = False) -> None:
-        """Move the multipliers by the layer losses of a finished step, which do not count where it was `skipped`."""
+        """Move the multipliers by the layer losses of a finished step. If it was `skipped`, the losses do not
+        count."""
         sums = step.sums
         if sums is None:  # this process has read nothing
             sums = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)
@@ -73,13 +74,14 @@ class LayerObjective:
         totals = self.summed(sums)  # [layers + 1]
 
         if skipped:
-            # Warm-up may end with this step, or held-out examples be read, as with any other.
+            # A skipped step still counts for the warm-up and for the turn of the held-out examples; zeros move
+            # nothing.
             totals = torch.zeros_like(totals)
 
         self.dual.take_step(totals, step.number, self.layers)
 
     def count(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """The items of a micro-batch, a scalar tensor; ValueError for one without labels."""
+        """The number of items of a micro-batch, a scalar tensor; ValueError if it has no labels."""
         task = self.layers.task
         count = task.count(batch)
         if count is None:
@@ -98,17 +100,18 @@ class DescentObjective:
 
     Args:
         model (`nn.Module`): as the loop calls it, on its device; wrapped or not.
-        batches (iterable of dicts with labels): such as the training `DataLoader`, before Accelerate prepares it, in
-            random order: the layers are found on the first batch, and f_0 "auto" on the first 2,000 labels (100,000
-            of tokens). For a denoiser whose noise is not in the batches set `initial_loss_bound`.
-        args (`DescentArguments` or [`DescentConfig`]): but for the noise, which is [`EmbeddingNoise`] around a call.
+        batches (iterable of dicts with labels): for example the training `DataLoader`, before Accelerate prepares it,
+            in random order. The layers are found on the first batch, and the f_0 of "auto" on the first 2,000 labels
+            (100,000 if each token has one). For a denoiser whose noise is not in the batches set `initial_loss_bound`.
+        args (`DescentArguments` or [`DescentConfig`]): all apply but `noise_gamma`: for noise call inside
+            [`EmbeddingNoise`].
         max_steps (`int`): optimizer steps of the run, of which the warm-up is a part.
-        readout, layer_loss_fn (*optional*): as of [`DescentTrainer`].
-        seed (`int`): of the draw of tokens, see `readout_token_fraction`.
+        readout, layer_loss_fn (*optional*): as in [`DescentTrainer`].
+        seed (`int`): seed of the draw of tokens, see `readout_token_fraction`.
 
     Attributes:
-        problem, multipliers: the [`DescentProblem`] and its [`Multipliers`], `multipliers.values` has one
-            for each constraint.
+        problem, multipliers: the [`DescentProblem`] and its [`Multipliers`]; `multipliers.values` has one value for
+            each constraint.
         global_step (`int`): optimizer steps so far.
 
     Example:
@@ -193,9 +196,9 @@ class DescentObjective:
     ) -> torch.Tensor:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
 
-        With `items`, from `count`, the objectives of an optimizer step add up to that of the step: do not divide them
-        (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
-        way gradients are to be averaged over processes, as DDP does.
+        With `items`, which `count` gives, the objectives of the micro-batches add up to the objective of the step: do
+        not divide them (Accelerate divides by its accumulation steps). Without `items` each is a mean: divide by the
+        accumulation steps. Either way average the gradients over processes, as DDP does.
         """
         if not self._objective.layers.readout.fits(unwrapped(model)):
             raise ValueError(
@@ -213,10 +216,10 @@ class DescentObjective:
         return objective.summed(sum(counts))
 
     def step(self, skipped: bool = False) -> None:
-        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step.
+        """Move the multipliers by the layer losses since the last call. Call it after the optimizer's step.
 
         Say that the optimizer's step was `skipped` if the gradient scaler's `get_scale()` fell: then the losses do not
-        count. Accelerate's own flag does not see it where a fused optimizer skips.
+        count. Accelerate's own flag misses the steps that a fused optimizer skips.
         """
         self._objective.dual_step(self._step, skipped)
         self._begin(self._step.number + 1)
@@ -230,7 +233,7 @@ class DescentObjective:
         return {"global_step": self._step.number, "dual": self._objective.dual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; ValueError where the settings are others."""
+        """Go on from what `state_dict` gave; ValueError if it is of other settings."""
         self._objective.dual.load_state_dict(*state["dual"])
         self._begin(state["global_step"])
 
@@ -240,7 +243,7 @@ class DescentObjective:
 
 
 def _place() -> tuple[int, int]:
-    """The rank of this process, and the number of those that train together."""
+    """The rank of this process, and the number of processes that train together."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -261,9 +264,9 @@ def _check_arguments(args: DescentArguments) -> None:
 
 
 def _measured_chance(layers: LayerLosses, batches: Iterator[Mapping[str, Any]]) -> float | None:
-    """The loss of the best constant prediction of the labels of `batches`; `None` where it is not known."""
+    """The loss of the best constant prediction of the labels of `batches`; `None` if it is not known."""
     if layers.chance_loss is None:
         return None
-    with contextlib.suppress(ValueError):  # where it is needed, the dual side asks for it
+    with contextlib.suppress(ValueError):  # the dual side raises if it needs this loss
         return chance_of_batches(layers.task, layers.chance_loss, batches)
     return None

@@ -1,7 +1,7 @@
-"""What a training starts from: its weights and its rows, and what reads and scores the model, in short texts.
+"""What a training starts from, in short texts: its weights, its rows, and what reads and scores the model.
 
-Results of two trainings are compared only where these agree. Arguments are not enough: another model, or other rows,
-may be trained by the same arguments in the same folder.
+Results of two trainings are compared only if these agree. Arguments are not enough: another model, or other rows, may
+be trained with the same arguments in the same folder.
 """
 
 import functools
@@ -37,10 +37,10 @@ from .chance import collated, drawing_apart
 
 logger = get_logger(__name__)
 
-SAMPLED_NUMBERS = 256  # of each tensor
+SAMPLED_NUMBERS = 256  # numbers read of each tensor
 
-# Data that cannot be compared with others, and the texts that stand for them while this process runs.
-_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# Data that cannot be compared with others -> a made-up name that stands for them while this process runs.
+_made_up_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 Origin = dict[str, str | None]
 
@@ -51,12 +51,11 @@ def origin_of(
     checkpoint: str | None = None,
     reads_rows: bool = True,
 ) -> Origin:
-    """What a training starts from that begins with the present model, or started from that goes on from a
-    `checkpoint`; `None` for what is not known, and nothing at all where the checkpoint is of an earlier version.
+    """What the training starts from: the present model, or with a `checkpoint` what that training had started from.
 
-    Where it does not read its rows (`reads_rows=False`), they are not known. After a checkpoint, other rows, another
-    readout or another loss than before are not known either. Data that cannot be compared, such as a stream, are taken
-    for those of the checkpoint.
+    A value is `None` if it is not known: the rows with `reads_rows=False`, and after a checkpoint the rows, the
+    readout or the loss if they have changed. Data that cannot be compared, such as a stream, are taken for those of
+    the checkpoint. Empty if the checkpoint is of an earlier version.
     """
     model = unwrapped(trainer.model)
     present = {
@@ -72,13 +71,14 @@ def origin_of(
     if not saved:
         return {}
     if is_unread(saved["rows"]) and is_unread(present["rows"]):
-        _names[trainer.train_dataset] = saved["rows"]
+        # Later calls without the checkpoint are to find the same name.
+        _made_up_names[trainer.train_dataset] = saved["rows"]
         present["rows"] = saved["rows"]
     return _resumed(saved, present, checkpoint)
 
 
 def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
-    """What the training of a checkpoint started from, as it was `saved`, where it goes on as at `present`."""
+    """What the training of a checkpoint started from (`saved`), without what has changed by now (`present`)."""
     origin = {"weights": saved["weights"]}
     for name in ("trained", "rows", "readout", "loss"):
         is_as_before = saved.get(name) == present[name]
@@ -91,7 +91,7 @@ def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
 
 
 def reading_of(trainer: Trainer, readout: Callable | None) -> Origin:
-    """What reads the model of a trainer, and what scores it."""
+    """The readout and the loss of a trainer, as short texts."""
     smoothing = trainer.args.label_smoothing_factor
     return reading_by(trainer.model, readout, trainer.compute_loss_func, smoothing)
 
@@ -102,7 +102,7 @@ def reading_by(
     loss_fn: Callable | None = None,
     smoothing: float = 0.0,
 ) -> Origin:
-    """What reads a model, and what scores it: its own readout and loss, unless others are given."""
+    """A readout and a loss as short texts; the model's own, unless others are given."""
     pooling = getattr(getattr(inner_model(model), "config", None), "pooling", None)
     return {
         "readout": f"{pooling} {_source_of(readout)}",
@@ -117,21 +117,22 @@ def _names_of_trained(model: nn.Module) -> str:
 
 
 def _rows_of(trainer: Trainer) -> str | None:
-    """The fingerprint of the training examples, or the name of data that have none; `None` where there is neither."""
+    """The fingerprint of the training examples, or a made-up name if they have none; `None` if there is neither."""
     data = trainer.train_dataset
     fingerprint = fingerprint_of_rows(trainer, data)
     if fingerprint is not None:
         return fingerprint
     try:
-        return _names.setdefault(data, f"{UNREAD}{uuid.uuid4().hex}")
+        return _made_up_names.setdefault(data, f"{UNREAD}{uuid.uuid4().hex}")
     except TypeError:  # no data, or of a kind that keeps no weak references
         return None
 
 
 def fingerprint_of_rows(trainer: Trainer, data) -> str | None:
-    """A short text that differs for other data: of their length, and of a sample of rows as the trainer collates them.
+    """A short text that differs for other data. It depends on their length, and on a sample of rows as the trainer
+    collates them.
 
-    `None` where it cannot be told: of a stream, of a loader, and of rows that are others each time they are read.
+    `None` for a stream, a loader, and rows that change each time they are read.
     """
     if isinstance(data, IterableDataset | DataLoader) or not has_length(data):
         return None
@@ -150,17 +151,17 @@ def _fingerprint_of_sample(trainer: Trainer, data) -> str | None:
     collator = trainer.data_collator
     generators = []
     if hasattr(collator, "generator") and hasattr(collator, "seed"):
-        generators = [(collator, "generator")]  # which it makes anew from its seed
+        generators = [(collator, "generator")]  # the collator makes it anew from its seed
     with drawing_apart(trainer, unwrapped(trainer.model)), assigned(generators, None):
         examples = collated(trainer, data, SAMPLED_ROWS, batch_size=1)
         return fingerprint_of_examples(len(data), examples)
 
 
 def fingerprint_of_weights(model: nn.Module) -> str | None:
-    """A short text that differs for other weights, and for modules of other kinds or with other numbers, such as that
-    of dropout. Of each parameter and buffer a sample is read.
+    """A short text that differs for other weights, and for modules of other kinds or with other numbers (such as the
+    rate of dropout). It reads a sample of each parameter and buffer.
 
-    `None` where other processes hold a part of them, or nothing does yet (FSDP, ZeRO-3, the meta device).
+    `None` if this process does not hold all of them (FSDP, ZeRO-3, the meta device).
     """
     sample = []
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -179,7 +180,7 @@ def fingerprint_of_weights(model: nn.Module) -> str | None:
 
 
 def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The floating-point attributes of a module, and its tables of such (the scale of an adapter)."""
+    """The floating-point attributes of a module, and its dicts of floats (such as the scales of adapters)."""
     numbers = {}
     for name, value in vars(module).items():
         # `neftune_noise_alpha` is an argument, and there only while training runs.
@@ -192,11 +193,11 @@ def _numbers_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _source_of(function: Callable | None) -> str:
-    """The name of a function and a digest of its source, where that can be found, and of the arguments that a partial
-    has; "own" for none."""
+    """The name of a function, and a digest of its source (if that is found) and of the arguments of a partial; "own"
+    for `None`."""
     if function is None:
         return "own"
-    inner = getattr(function, "func", function)  # of a partial
+    inner = getattr(function, "func", function)  # it may be a partial
     try:
         source = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
     except (OSError, TypeError):

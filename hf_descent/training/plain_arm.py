@@ -1,4 +1,4 @@
-"""Plain training in a trainer that constrains its layers: from the same start, with the same draws and settings."""
+"""Plain training by a trainer that constrains its layers, from the same start, with the same draws and settings."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 
 
 def check_can_train_twice(trainer: Trainer) -> None:
-    """ValueError where a trainer cannot train its model plainly first, before any training time is spent."""
+    """ValueError if a trainer cannot train its model twice; raised before any training time is spent."""
     if trainer.args.objective_class.is_plain:
         raise ValueError(
             "`objective` is 'erm', which is plain training itself: give the objective to compare with it."
@@ -63,10 +63,10 @@ def plain_arguments(trainer: Trainer) -> Any:
 
 @contextmanager
 def plain_arm(trainer: Trainer) -> Iterator[None]:
-    """Within it the trainer trains plainly, in a folder of its own; after it all is as before: arguments, weights,
-    random states, callbacks and counts, so that the next training is the one that it would have been.
+    """Within it the trainer trains plainly, in a folder of its own.
 
-    ValueError as of [`check_can_train_twice`].
+    Afterwards arguments, weights, random states, callbacks and counts are as before, so that the next training is the
+    same as without it. ValueError where [`check_can_train_twice`] raises it.
     """
     check_can_train_twice(trainer)
     model = trainer.model
@@ -102,7 +102,7 @@ def plain_arm(trainer: Trainer) -> Iterator[None]:
 
 
 def _trained_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, on the CPU, of what training changes in a model: trained parameters, and buffers."""
+    """Copies on the CPU of the tensors that training changes in a model: trained parameters and buffers."""
     return {
         name: tensor.detach().to("cpu", copy=True)
         for name, tensor in _changing(unwrapped(model)).items()
@@ -124,7 +124,8 @@ def _changing(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _callbacks_of_its_own(callbacks: list[TrainerCallback]) -> list[TrainerCallback]:
-    """Copies, with states of their own. Trackers, which would mix two trainings in one run, are left out."""
+    """Copies of `callbacks`, with states of their own. Trackers are left out: they would mix two trainings in one
+    run."""
     return [
         copy.copy(callback)
         for callback in callbacks
@@ -146,7 +147,7 @@ def _forget_training(trainer: Trainer) -> None:
 def train_both(trainer: Trainer, eval_dataset: Any, settings: Mapping[str, Any]) -> SideBySide:
     """See [`DescentMixin.train_with_plain`]."""
     check_can_train_twice(trainer)
-    chosen_dataset(trainer.eval_dataset, eval_dataset)  # raises now what it would after training
+    chosen_dataset(trainer.eval_dataset, eval_dataset)  # raises its errors now, not after training
 
     with plain_arm(trainer):
         logger.info(f"Plain training comes first, in {trainer.args.output_dir}.")

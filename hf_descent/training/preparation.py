@@ -32,7 +32,7 @@ SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estima
 
 
 def prepared(trainer: Trainer, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch as the model gets it; training goes on as if nothing had been drawn for it."""
+    """A batch as the model gets it. Random states stay as they were."""
     with probing(unwrapped(trainer.model_wrapped)):
         return trainer._prepare_inputs(batch)
 
@@ -62,20 +62,21 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
 
 
 def _has_counting_label(labels: torch.Tensor) -> bool:
-    """Whether a number, or a class that is not ignored, is among labels; that of a first token counts for nothing."""
+    """Whether labels contain a number, or a class that is not ignored. The first token's label is left out, since
+    causal models shift it away."""
     if labels.dim() > 1:
         labels = labels[..., 1:]
     return labels.is_floating_point() or bool(labels.ne(IGNORE_INDEX).any())
 
 
 def leave_compilation_to_layers(trainer: Trainer) -> None:
-    """Have Accelerate compile nothing: what follows the layers runs once per layer, so `find_layers` compiles each
-    layer by itself."""
+    """Keep Accelerate from compiling the model: its head runs once per layer, so `find_layers` compiles each layer by
+    itself."""
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
 
 
 def make_ready_for_ddp(trainer: Trainer, readout: Callable | None) -> None:
-    """What has to be so before the model of a trainer is wrapped; nothing where DDP does not wrap it."""
+    """Undo and set what DDP needs before it wraps the model of a trainer. Does nothing without DDP."""
     args = trainer.args
     if args.world_size == 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         return
@@ -87,15 +88,16 @@ def make_ready_for_ddp(trainer: Trainer, readout: Callable | None) -> None:
         return
 
     checkpointing = args.activation_checkpointing_kwargs
-    if checkpointing and checkpointing.get("use_reentrant"):  # with which DDP could not look
-        return
-    # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
+    if checkpointing and checkpointing.get("use_reentrant"):
+        return  # reentrant checkpointing cannot search for unused parameters
+    # With a readout the parameters of a pooler are unused, and under checkpointing Trainer does not let DDP look for
+    # them.
     trainer.accelerator.ddp_handler.find_unused_parameters = True
 
 
 def note_readout(model: nn.Module, readout: Callable | None) -> None:
-    """Keep in the config of a model the name of the function that reads it in training, which nothing saves: loaded or
-    cut, the model has its own tail."""
+    """Note in the config of a model which function reads it in training. Nothing saves the function: a model that was
+    loaded or cut has its own head."""
     config = getattr(inner_model(model), "config", None)
     if readout is not None and config is not None:
         config.custom_readout = name_of(readout)
@@ -104,7 +106,7 @@ def note_readout(model: nn.Module, readout: Callable | None) -> None:
 
 
 def loss_of_its_own(trainer: Trainer) -> Callable | None:
-    """The loss that a trainer computes from the outputs of its model; `None` where the model computes it."""
+    """The loss that a trainer computes from the outputs of its model; `None` if the model computes it."""
     if trainer.compute_loss_func is not None:
         return trainer.compute_loss_func
     return trainer.label_smoother
@@ -126,7 +128,7 @@ def find_task(
 
 
 def takes_items(task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
-    """Whether the loss of plain training is divided by the items that it is given, found out on a batch that all
+    """Whether the loss of plain training divides by the items that it is given. It is tried on a batch that all
     processes share."""
     try:
         divides = task.divides_by_items(inputs)
@@ -148,9 +150,9 @@ def find_layers(
     readout: Callable | None,
     is_minimised: bool = True,
 ) -> LayerLosses:
-    """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read.
+    """The layer losses of a trainer's model, found and checked on a batch; ValueError if they cannot be read.
 
-    They are what training minimises, or only measured, beside a loss of its own (`is_minimised=False`).
+    Training minimises them, or they are only measured beside the loss of plain training (`is_minimised=False`).
     """
     check_documents(model, inputs, trainer)
 
@@ -182,16 +184,18 @@ def find_layers(
 
 
 def loaded_from(model: nn.Module) -> str:
-    """The folder or the name on the Hub of a model; empty where unknown."""
+    """The folder of a model, or its name on the Hub; empty if unknown."""
     if hasattr(model, "peft_config"):  # the name of an adapted model is that of its base
         return ""
     return getattr(getattr(model, "config", None), "_name_or_path", "")
 
 
 def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> float:
-    """The standard deviation of the clean signal: given, saved with the `checkpoint` or the model, or estimated from
-    2,048 rows spread over the training data; kept in the model's config. ValueError where none applies: no data can be
-    read a second time, or its signal is constant."""
+    """The standard deviation of the clean signal, which is then kept in the model's config.
+
+    It is given, saved with the `checkpoint` or the model, or estimated from 2,048 rows spread over the training data.
+    ValueError if none of these applies: the data cannot be read a second time, or its signal is constant.
+    """
     config = getattr(model, "config", None)
     sigma = trainer.args.noise_sigma
     if sigma is None and checkpoint is not None:
@@ -218,6 +222,6 @@ def _estimated_sigma(trainer: Trainer, model: nn.Module) -> float:
             "and `estimate_sigma` measures it on batches of yours."
         )
 
-    with drawing_apart(trainer, model):  # also for a resumed run to find the same value
+    with drawing_apart(trainer, model):  # so that a resumed run finds the same value
         batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
         return estimate_sigma(model, batches, partial(reduced, trainer.accelerator))

@@ -1,4 +1,4 @@
-"""What a run counts in an optimizer step and in an evaluation, and what is recorded of it."""
+"""What a run counts in an optimizer step and in an evaluation, and what it records for its summary and card."""
 
 import os
 import statistics
@@ -45,28 +45,28 @@ class StepTotals:
     # The items of the step, over micro-batches and processes, a scalar; `None` where they were not counted.
     items: torch.Tensor | None = None
     processes: int = 1  # whose gradients are averaged
-    # [layers + 1]: the sums of this process's f_1..f_L, then that of its shares. Over all processes the shares add up
-    # to 1 if `items` are known, else to the number of micro-batches with labels.
+    # [layers + 1]: the sums of this process's f_1..f_L, then the sum of its shares. Over all processes the shares add
+    # up to 1 if `items` are known, else to the number of micro-batches with labels.
     sums: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
-    micro_batches: int = 0  # that were read so far
+    micro_batches: int = 0  # read so far
 
     @property
     def has_parts(self) -> bool:
-        """Whether losses are parts of the step's, not means of their own."""
+        """Whether losses are parts of the step's mean, not means over their micro-batches."""
         return self.items is not None
 
     def divisor(self, count: torch.Tensor) -> torch.Tensor:
-        """The items that the sum over a micro-batch of `count` items is divided by: the step's, or its own."""
+        """What divides the sum over a micro-batch of `count` items: the items of the step, or the micro-batch's
+        own."""
         return count if self.items is None else self.items
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
-        """The share of a micro-batch of `count` items in its `divisor`, a scalar tensor."""
+        """The `count` of a micro-batch's items as a share of its `divisor`; a scalar tensor."""
         return count.float() / self.divisor(count).float().clamp(min=1)
 
     def for_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a micro-batch, such that the mean over processes, which DDP takes of gradients, leaves parts as
-        they are."""
+        """The loss of a micro-batch, times the number of processes if it is a part: DDP divides gradients by that."""
         return loss * self.processes if self.has_parts else loss
 
     def add(self, losses: MicroBatchLosses, share: torch.Tensor) -> None:
@@ -86,11 +86,12 @@ class StepTotals:
 def items_of_step(
     accelerator: Accelerator, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor | None:
-    """The items of a step, over micro-batches and processes, each of which calls; `None` where no loss needs them."""
+    """The items of a step, over micro-batches and processes; `None` if no loss needs them. Every process calls it."""
     if task is None:
         return None
     if len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items:
-        return None  # its own are enough; `_prepare_inputs` may still mask labels
+        # The micro-batch's own count is enough; `_prepare_inputs` may still mask labels.
+        return None
 
     counts = [task.count(batch) for batch in batches]
     counts = [count.to(accelerator.device) for count in counts if count is not None]
@@ -109,10 +110,10 @@ class EvaluationTotals:
     rows: RowSums = field(default_factory=RowSums)
     items: torch.Tensor | int = 0
     batches: int = 0
-    labels: ChanceLoss | None = None  # of which the loss at chance is known
+    labels: ChanceLoss | None = None  # their statistics, which give the loss at chance
 
     def plus(self, losses: BatchLosses, labels: ChanceLoss | None = None) -> "EvaluationTotals":
-        """These, with a batch more."""
+        """The totals with one more batch."""
         if labels is not None:
             labels = labels.plus(self.labels)
         return EvaluationTotals(
@@ -125,16 +126,16 @@ class EvaluationTotals:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one call of `evaluate` or `predict` is on."""
+    """The facts about one call of `evaluate` or `predict`."""
 
-    rows: Any = None  # the data set; of several sets the dict
+    rows: Any = None  # the data set, or the dict of several sets
     # Whether training has used some of the rows, or chooses its checkpoint by them.
     overlaps_training: bool = False
-    in_training_loop: bool = False  # whether it is in training, not before or after it
-    plain: LayerProfile | None = None  # of plain training on the same rows, where it is known
-    # Whether it is on several sets, each of which is evaluated inside it.
+    in_training_loop: bool = False  # whether it runs during training, not before or after it
+    plain: LayerProfile | None = None  # the profile of plain training on the same rows, if known
+    # Whether it covers several sets, each of which is evaluated inside it.
     is_of_several: bool = False
-    keeps_verdict: bool = True  # not of a set beside the one that chooses the best model
+    keeps_verdict: bool = True  # False for a set that does not choose the best model
 
 
 @dataclass
@@ -142,16 +143,15 @@ class RunRecord:
     """What is recorded of a run, for its summary and its card."""
 
     resumed_from: str | None = None  # the checkpoint that it goes on from
-    # Time of day at which training started, in seconds; `None` where the trainer only evaluates.
+    # Time of day at which training started, in seconds; `None` if the trainer only evaluates.
     started: float | None = None
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
-    origin: dict[str, str | None] | None = (
-        None  # see `origin_of`; `None` where the trainer only evaluates
-    )
-    # By the `id` of an evaluation set: the set itself, so that no other object gets this `id`, and the layer profile
-    # of plain training on it; `None` where there is none.
+    # See `origin_of`; `None` if the trainer only evaluates.
+    origin: dict[str, str | None] | None = None
+    # `id` of an evaluation set -> the set itself, so that no other object gets this `id`, and the layer profile of
+    # plain training on it; `None` if there is none.
     plain_profiles: dict[int, tuple[Any, LayerProfile | None]] = field(default_factory=dict)
-    # What was measured last, by the names of the files, each with the optimizer step after which it was.
+    # File name -> the last measurement for that file, and the optimizer step after which it was made.
     measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
     # The names of the files that were written for a card.
     written: set[str] = field(default_factory=set)
@@ -178,13 +178,13 @@ class RunRecord:
             self.keep_certificate(profile.certificate(), step)
 
     def results(self, step: int) -> dict[str, Result]:
-        """What was measured of the model after `step`, by the names of the files."""
+        """The measurements of the model after `step`, by file name."""
         return {
             name: result for name, (of_step, result) in self.measured.items() if of_step == step
         }
 
     def write(self, run: RunFolder, step: int) -> None:
-        """Write what was measured of the model after `step`, and remove what was written of an earlier one."""
+        """Write the measurements of the model after `step`, and remove the files of an earlier model."""
         results = self.results(step)
         for name in self.written - results.keys():
             Path(run.path, f"{name}.json").unlink(missing_ok=True)
@@ -192,7 +192,7 @@ class RunRecord:
         self.written = set(results)
 
     def save(self, folder: str, step: int) -> None:
-        """Save the verdict on the model of a checkpoint, where its evaluation came before."""
+        """Save the verdict on the model of a checkpoint, if it was evaluated before it was saved."""
         path = Path(folder, VERDICT_NAME)
         path.unlink(missing_ok=True)
         verdict = self.results(step).get("verdict")
@@ -200,13 +200,13 @@ class RunRecord:
             verdict.to_json(str(path))
 
     def load(self, folder: str) -> None:
-        """Take over the verdict on the model of a checkpoint, where one was saved."""
+        """Take over the verdict on the model of a checkpoint, if one was saved."""
         path = Path(folder, VERDICT_NAME)
         if path.is_file():
             self.keep_certificate(Certificate.from_json(str(path)), _step_of(folder))
 
     def go_back_to(self, folder: str, step: int) -> None:
-        """Keep what was measured of the model of a checkpoint alone: it is the model after `step` from now on."""
+        """Keep only the measurements of a checkpoint's model, which from now on is the model after `step`."""
         self.load(folder)
         results = self.results(_step_of(folder))
         self.measured = {name: (step, result) for name, result in results.items()}

@@ -1,21 +1,24 @@
 """The loss of the last layer before training and at the end of the warm-up, on the rows of evaluations.
 
-A verdict says what the constraints cost by it. One reading costs no more than a plain forward of 2,048 rows of each
-evaluation set in each process.
+A verdict derives the price of the constraints from it. One reading fetches about 2,048 rows of each evaluation set in
+each process, and runs the model on them.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import gather_object
 from safetensors import safe_open
 from safetensors.torch import save
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -41,7 +44,7 @@ from .origin import Origin, fingerprint_of_rows
 logger = get_logger(__name__)
 
 
-MOST_ROWS = 2048  # of one evaluation set in one reading
+MOST_ROWS = 2048  # rows of one evaluation set that a process reads at one time
 FILE = "last_layer_losses.safetensors"
 
 
@@ -51,8 +54,8 @@ class ReadSet:
 
     Attributes:
         readings (`list`): one [`Reading`] of each process.
-        rows: the data set; `None` where the trainer does not have it any more.
-        data (`str`, *optional*): see [`fingerprint_of_rows`]; `None` where it is not known.
+        rows: the data set; `None` if the trainer does not have it any more.
+        data (`str`, *optional*): see [`fingerprint_of_rows`]; `None` if it is not known.
     """
 
     readings: list[Reading]
@@ -61,7 +64,8 @@ class ReadSet:
 
     @property
     def losses(self) -> np.ndarray:
-        """The losses of all rows and their items, float64 `[rows, 2]`; zeros for a row that does not count."""
+        """The loss of each row, summed over its items, and their number: float64 `[rows, 2]`. Rows without items are
+        zero, and so is the first one."""
         parts = [part for reading in self.readings for part in reading.values()]
         return torch.cat([torch.zeros(1, 2), *parts]).double().numpy()
 
@@ -73,7 +77,7 @@ class ReadSet:
 
 
 class LastLayerReferences:
-    """What was read so far: by the time of reading, the evaluation sets by their names."""
+    """The readings so far: time of reading -> name of the evaluation set -> [`ReadSet`]."""
 
     def __init__(self):
         self._sets: dict[str, dict[str, ReadSet]] = {}
@@ -104,8 +108,8 @@ class LastLayerReferences:
         return fingerprint_of_rows(trainer, rows)
 
     def of_process(self, rows: Any, process: int, processes: int) -> dict[str, Reading]:
-        """By the time, the readings of the data set `rows` by a process; none where it was not read by as many
-        `processes`."""
+        """The readings of the data set `rows` by a process, by their times. Empty if another number of `processes` has
+        read it."""
         by_time = {}
         for time, sets in self._sets.items():
             for known in sets.values():
@@ -118,8 +122,11 @@ class LastLayerReferences:
         return any(known.rows is rows for sets in self._sets.values() for known in sets.values())
 
     def unpaired(self, rows: Any = None, data: str | None = None) -> list[Reference]:
-        """What was read, for a verdict whose rows cannot be paired with those read: of the data set `rows`, of the set
-        with the fingerprint `data`, or else of the first set, which is then one of other data."""
+        """The earlier losses, for a verdict whose rows cannot be paired with those read.
+
+        They are of the data set `rows`, of the set with the fingerprint `data`, or else of the first set, which then
+        counts as other data.
+        """
         references = []
         for time, sets in self._sets.items():
             if not sets:
@@ -152,8 +159,8 @@ class LastLayerReferences:
 
     @classmethod
     def load(cls, folder: str, trainer: Trainer) -> "LastLayerReferences":
-        """What a checkpoint holds; nothing where it is older than this file. A set of the trainer's `eval_dataset` is
-        that of the checkpoint where both have the same name and the same rows."""
+        """The readings in a checkpoint; none if an earlier version saved it. A set of the trainer's `eval_dataset` is
+        the one in the checkpoint if both have the same name and the same rows."""
         references = cls()
         path = os.path.join(folder, FILE)
         if not os.path.isfile(path):
@@ -174,7 +181,8 @@ class LastLayerReferences:
         return references
 
     def _recognise(self, name: str, rows: Any, data: str | None) -> None:
-        """Take the data set `rows` with the fingerprint `data` for the one of that name that was read, where it is."""
+        """Note that the data set `rows` is the one that was read under this name, if it has the same fingerprint
+        `data`."""
         read = [sets[name] for sets in self._sets.values() if name in sets]
         for known in read:
             if data is not None and known.data == data:
@@ -186,8 +194,8 @@ class LastLayerReferences:
             )
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """In plain values, by the time: f_L on the first set, the upper end of its interval, and the set's
-        fingerprint."""
+        """For each time, in plain values: f_L on the first set, the upper end of its interval, and the fingerprint of
+        the set."""
         by_time = {}
         for reference in self.unpaired():
             first = next(iter(self._sets[reference.name].values()))
@@ -200,8 +208,8 @@ class LastLayerReferences:
 
 
 def references_of(summary: Mapping[str, Any], data: str | None, reading: Origin) -> list[Reference]:
-    """Those in the `descent_config.json` of a run, for a verdict on rows with the fingerprint `data`; none where the
-    model is read or scored otherwise than in the run (`reading`)."""
+    """The references in the `descent_config.json` of a run, for a verdict on rows with the fingerprint `data`. None if
+    the run read or scored its model in another way than `reading`."""
     if known_difference(summary.get("origin"), reading) is not None:
         return []
 
@@ -214,8 +222,8 @@ def references_of(summary: Mapping[str, Any], data: str | None, reading: Origin)
     return references
 
 
-def time_to_read(step: int, active_from: int) -> str | None:
-    """Before the step `step`, what time it is, where the last layer is to be read."""
+def moment_of_reading(step: int, active_from: int) -> str | None:
+    """`START` or `WARMUP` if f_L is read before this step, else `None`."""
     if step == 0:
         return START
     if step == active_from:
@@ -224,16 +232,15 @@ def time_to_read(step: int, active_from: int) -> str | None:
 
 
 def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
-    """The losses of the last layer on some batches of an evaluation, spread evenly over it."""
+    """The losses of the last layer on some batches of an evaluation, spread evenly over the data."""
     model = trainer.model_wrapped
     reading = {}
     with drawing_apart(trainer, unwrapped(model)), trainer.compute_loss_context_manager():
         with without_persistent_workers(trainer.args):
             loader = trainer.get_eval_dataloader(rows)
         stride = max(math.ceil(len(loader) * trainer.args.eval_batch_size / MOST_ROWS), 1)
-        for number, inputs in enumerate(loader):
-            own_rows = rows_counted_once(trainer, inputs)
-            if number % stride or not is_labelled(inputs, trainer.label_names):
+        for number, inputs, own_rows in _some_batches(trainer, loader, stride):
+            if not is_labelled(inputs, trainer.label_names):
                 continue
 
             inputs = without_repeats(trainer._prepare_inputs(inputs), own_rows)
@@ -243,3 +250,31 @@ def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
 
     reshard(model)
     return reading
+
+
+def _some_batches(
+    trainer: Trainer, loader, stride: int
+) -> Iterator[tuple[int, Mapping[str, Any], int | None]]:
+    """Every `stride`-th batch of a loader: its number, the batch, and what [`rows_counted_once`] says of it.
+
+    Only these batches are fetched, and the last one, which repeated rows may fill up, is left out. A stream, or a
+    loader that gets its batches from another process, is gone through as a whole.
+    """
+    is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    knows_places = isinstance(loader, DataLoaderShard) and not is_stream
+
+    if knows_places and stride > 1 and len(loader) > 1:
+        chosen = DataLoader(
+            loader.dataset,
+            batch_sampler=list(islice(loader.batch_sampler, 0, len(loader) - 1, stride)),
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+        for number, inputs in zip(count(0, stride), chosen):
+            yield number, inputs, None
+        return
+
+    for number, inputs in enumerate(loader):
+        if number % stride == 0:
+            yield number, inputs, rows_counted_once(trainer, inputs)

@@ -27,7 +27,7 @@ from .preparation import (
     takes_items,
 )
 from .records import Evaluation, EvaluationTotals, RunRecord, StepTotals
-from .references import LastLayerReferences, time_to_read
+from .references import LastLayerReferences, moment_of_reading
 
 
 class DescentRun:
@@ -35,17 +35,17 @@ class DescentRun:
 
     Args:
         record ([`RunRecord`], *optional*): see below.
-        trainer (`Trainer`, *optional*): whose training it is; needed where it goes on from a checkpoint.
+        trainer (`Trainer`, *optional*): the trainer that trains; needed if it goes on from a checkpoint.
 
     Attributes:
         record ([`RunRecord`]): what is kept of the run for its summary and its card.
         references ([`LastLayerReferences`]): the loss of the last layer before training and after the warm-up.
         task ([`TaskLoss`], *optional*): found on the first batch, also of plain training that needs it.
         objective ([`LayerObjective`], *optional*): found on the first batch of a run that reads its layers.
-        noise ([`EmbeddingNoise`], *optional*): that of training, with its scale.
+        noise ([`EmbeddingNoise`], *optional*): the noise of training, with its scale.
         plain_judge ([`DualState`], *optional*): the problem that judges a model which was not trained under it.
-        plain_layers ([`LayerLosses`], *optional*): of plain training whose evaluations read the layers.
-        evaluation ([`Evaluation`]): what the present call of `evaluate` or `predict` is on.
+        plain_layers ([`LayerLosses`], *optional*): the layers that evaluations of plain training read.
+        evaluation ([`Evaluation`]): the facts about the present call of `evaluate` or `predict`.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
         certificate ([`Certificate`], *optional*): that of the last evaluation, on whatever set.
         step ([`StepTotals`]): the optimizer step that is being taken.
@@ -84,12 +84,13 @@ class DescentRun:
 
     @property
     def judge(self) -> DualState | None:
-        """What evaluations judge the model by: the dual side, or of plain training the problem found since."""
+        """What evaluations judge the model by: the dual side, or after plain training `plain_judge`."""
         return self.plain_judge if self.dual is None else self.dual
 
     @property
     def layers(self) -> LayerLosses | None:
-        """The layer losses that training minimises, or that evaluations of plain training read; once found."""
+        """The layer losses that training minimises, or that evaluations of plain training read. `None` until they are
+        found."""
         return self.plain_layers if self.objective is None else self.objective.layers
 
     @property
@@ -137,8 +138,8 @@ class DescentRun:
     def find_task(
         self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], finds_items: bool
     ) -> None:
-        """Find the task loss of plain training on a batch, and with `finds_items` whether it is divided by the items
-        that it is given."""
+        """Find the task loss of plain training on a batch. With `finds_items`, find out whether it divides by the
+        items that it is given."""
         inputs = shared_batch(inputs, trainer)
         self.task = find_task(trainer, unwrapped(model), inputs)
         if finds_items:
@@ -155,19 +156,19 @@ class DescentRun:
             self.plain_layers = find_layers(trainer, model, inputs, task, None, is_minimised=False)
 
     def find_noise(self, model: nn.Module, trainer: Trainer) -> None:
-        """Make the noise of training, with the deviation of the signal from before training; an evaluation under noise
-        measures by that, too."""
+        """Make the noise of training. Its scale, the deviation of the signal before training, serves evaluations under
+        noise, too."""
         args = trainer.args
         if self.noise is None and (args.gamma_train > 0 or args.eval_gammas):
             sigma = trainer.noise_sigma()
             self.noise = EmbeddingNoise(unwrapped(model), args.noise_gamma, args.seed, sigma)
 
     def read_last_layer(self, trainer: Trainer) -> None:
-        """Before training and at the end of the warm-up, read f_L on the evaluation sets, by which a verdict tells the
-        price of the constraints."""
-        time = time_to_read(trainer.state.global_step, self.dual.active_from)
-        if time is not None and time not in self.references.times():
-            self.references.read(trainer, self.objective.layers, time)
+        """Read f_L on the evaluation sets before training and at the end of the warm-up. A verdict derives the price
+        of the constraints from it."""
+        moment = moment_of_reading(trainer.state.global_step, self.dual.active_from)
+        if moment is not None and moment not in self.references.times():
+            self.references.read(trainer, self.objective.layers, moment)
 
     # ---- the present step ----
 
@@ -195,15 +196,15 @@ class DescentRun:
             self.evaluation = before
 
     def begin_evaluation(self) -> None:
-        """Begin an evaluation that reads the layers."""
+        """Begin an evaluation."""
         self.totals = EvaluationTotals()
         if not self.has_started:
-            # Of a model that was not trained here, f_0 is that of the rows evaluated.
+            # If the model was not trained here, f_0 comes from the rows evaluated, so it is found anew.
             self.objective = None
 
     def judge_plain(self, trainer: Trainer, num_layers: int, chance: float | None) -> None:
-        """Find the problem that judges plain training; `chance` is the loss of the best constant prediction of the
-        labels evaluated, for where that of the training labels is not known."""
+        """Find the problem that judges plain training. `chance` is the loss of the best constant prediction of the
+        evaluated labels; it is used if the same loss on the training labels is not known."""
         is_trained = self.has_started and not trainer.is_in_train
         if is_trained and self._chance is None:
             self._chance = chance_in_training(trainer)
@@ -220,7 +221,7 @@ class DescentRun:
         self.totals = self.totals.plus(losses, labels)
 
     def take_back(self, totals: EvaluationTotals) -> None:
-        """Go back to what the present evaluation had read before a batch."""
+        """Go back to the `totals` from before a batch."""
         self.totals = totals
 
     def keep_certificate(self, certificate: Certificate, step: int) -> Certificate:
@@ -237,8 +238,8 @@ class DescentRun:
     # ---- checkpoints, and the end of training ----
 
     def save(self, folder: str, step: int, write: bool) -> None:
-        """Save into a checkpoint folder, on the process that is to `write`: the dual side, the references, and the
-        verdict on the model after `step`."""
+        """Save the dual side, the references and the verdict on the model after `step` into a checkpoint folder, on
+        the process that is to `write`."""
         if self.dual is not None:
             self.dual.save(folder, write=write)
         if write:
@@ -253,13 +254,13 @@ class DescentRun:
 
     def end_training(self, trainer: Trainer) -> None:
         self.plain_judge = None  # found again with the f_0 of the training labels
-        # Where training, resumed at its end, has read no batch.
+        # A training that was resumed at its end has read no batch.
         self.find_noise(trainer.model, trainer)
 
     # ---- logs ----
 
     def additions_to(self, logs: Mapping[str, Any], step: int) -> dict[str, float]:
-        """What Trainer's `logs` of a step, or of the end of training, are to have beside."""
+        """The numbers to add to Trainer's `logs` of a step, or of the end of training."""
         is_end = "train_runtime" in logs
         if self.dual is None or not (is_end or "loss" in logs):
             return {}

@@ -5,6 +5,7 @@ import torch
 from tiny.data import classification_data
 from tiny.models import bert
 from tiny.training import config, fitted
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
@@ -184,6 +185,31 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
     assert trainer._run.record.certificate.price.references[START] == pytest.approx(
         expected, rel=1e-5
     )
+
+
+class Counting(Dataset):
+    """The held-out rows, which count how often one of them is fetched."""
+
+    fetched = 0
+
+    def __len__(self):
+        return len(HELD_OUT)
+
+    def __getitem__(self, index):
+        self.fetched += 1
+        return HELD_OUT[index]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_the_batches_that_are_read_are_fetched(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(references, "MOST_ROWS", 21)
+    trainer = make(tmp_path, max_steps=1, dataloader_num_workers=workers)
+    trainer.train()
+    rows = Counting()
+    reading = references._last_layer(trainer, trainer._run.layers, rows)
+
+    assert [len(part) for part in reading.values()] == [7, 7, 7]
+    assert rows.fetched == (21 if workers == 0 else 0)  # workers count in processes of their own
 
 
 class LabelsOf(DescentTrainer):

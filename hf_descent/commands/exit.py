@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from ..data.alpaca import PromptFormat
 from ..data.splits import check_arguments
 from ..data.text import DataArguments
 from ..early_exit import (
@@ -28,35 +27,28 @@ from ..runs import RunFolder, tables
 from .arguments import parse_model
 from .closing import next_step, verdict_of
 from .held_out import (
+    SEARCH_ROWS,
+    HeldOutArguments,
     HeldOutRows,
     classifier_rows,
-    collator_of,
     empty_folder,
     is_classifier,
-    labelled_rows,
+    language_rows,
     load_whole_model,
-    read_answered,
-    read_texts,
     results_folder,
-    tokens_to_read,
 )
 
 
-SEARCH_ROWS = 256  # on which layers are left out; it takes some L passes over them for each layer
 HEALING_BATCH = 8  # training examples in a step
 
 
 @dataclass
-class ExitArguments:
+class ExitArguments(HeldOutArguments):
     """What to measure.
 
     By default the model stops after each layer; with `fewest_layers`, any layers are left out.
     """
 
-    output_dir: str | None = HfArg(
-        default=None,
-        help="Folder for the results. Default: MODEL, or the current folder if MODEL is on the Hub.",
-    )
     fewest_layers: int | None = HfArg(
         default=None,
         help="Search for layers to leave out, one at a time, until this many are left.",
@@ -88,19 +80,6 @@ class ExitArguments:
     )
     batch_size: int = HfArg(default=32, help="Samples in a batch, also for the timing.")
     repeats: int = HfArg(default=3, help="How often each exit is timed; the median counts.")
-    text_file: str | None = HfArg(
-        default=None, help="Language models: file of held-out texts, in the column `text_column`."
-    )
-    instructions: str | None = HfArg(
-        default=None, help="Language models: file of instructions, in place of `text_file`."
-    )
-    prompt_format: PromptFormat = HfArg(
-        default="auto", help="Language models: form of the prompts; choose that of the training."
-    )
-    image_column: str = HfArg(
-        default="image",
-        help="Image classifiers: column of the images, or of the numbers that the model reads.",
-    )
 
     def __post_init__(self):
         counts = ("batch_size", "repeats", "fewest_layers", "heal_steps")
@@ -137,11 +116,10 @@ def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
     model = load_whole_model(name)
     is_sorting = is_classifier(model)
-    if is_sorting:
-        trains = args.heal is not None
-        rows = classifier_rows(name, model, data_args, args.image_column, trains)
-    else:
-        rows = _language_rows(model, load_tokenizer(name), args, data_args)
+    read = classifier_rows if is_sorting else language_rows
+    trains = args.heal is not None
+    chooses = is_sorting or args.fewest_layers is not None
+    rows = read(name, model, args, data_args, trains, chooses)
 
     settings = {"batch_size": args.batch_size, "progress": True, **rows.settings}
     if args.fewest_layers is not None:
@@ -276,46 +254,3 @@ def _processing(name: str, model: PreTrainedModel) -> Any:
     if type(model).__name__.endswith("ForImageClassification"):
         return load_image_processor(name)
     return load_tokenizer(name)
-
-
-def _language_rows(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    args: ExitArguments,
-    data_args: DataArguments,
-) -> HeldOutRows:
-    """The rows of a language model; where layers are left out, the first half chooses them."""
-    if (args.text_file is None) == (args.instructions is None):
-        raise ValueError(
-            f"`text_file` is {args.text_file} and `instructions` {args.instructions}; a language model takes one of "
-            "the two."
-        )
-
-    def read(argument: str, path: str, most: int | None) -> list[dict[str, Any]]:
-        if args.instructions is not None:
-            pairs = read_answered(path, args.prompt_format, tokenizer)
-        else:
-            pairs = read_texts(argument, path, data_args.text_column)
-        return labelled_rows(pairs[:most], tokenizer, limit)
-
-    limit = tokens_to_read(model, data_args)
-    held_out = args.text_file
-    if held_out is None:
-        held_out = args.instructions
-    rows = read("text_file", held_out, data_args.max_eval_samples)
-    settings = {"data_collator": collator_of(tokenizer)}
-    if args.fewest_layers is None:
-        return HeldOutRows([], rows, settings)
-
-    searched = min(SEARCH_ROWS, len(rows) // 2)
-    if not searched:
-        raise ValueError("There is a single example; give some to choose layers by, and others.")
-
-    train = None
-    if args.heal is not None:
-        if data_args.train_file is None:
-            raise ValueError(
-                "`heal` needs data to train on: give a file like that by `train_file`."
-            )
-        train = read("train_file", data_args.train_file, data_args.max_train_samples)
-    return HeldOutRows(rows[:searched], rows[searched:], settings, train)

@@ -1,14 +1,15 @@
 """The rows that `exit` and `lens` read, of a classifier of texts or images or of a language model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
-from ..data.alpaca import completion_labels, read_instructions
+from ..data.alpaca import PromptFormat, completion_labels, read_instructions
 from ..data.images import ImageCollator, load_image_classification
 from ..data.reading import load_file
 from ..data.splits import check_texts
@@ -23,7 +24,33 @@ from ..loading import (
 from .arguments import SOURCES, record_of
 
 
+SEARCH_ROWS = 256  # on which layers are left out; it takes some L passes over them for each layer
 Pair = Mapping[str, Any]  # a `prompt` and its `completion`, or `None`
+
+
+@dataclass
+class HeldOutArguments:
+    """Which examples are read, and where the results go."""
+
+    data: str | None = HfArg(
+        default=None,
+        help=(
+            "csv, tsv, json or parquet file of held-out examples: texts, or instructions if it has a column "
+            "`instruction`. A language model needs one. Default: the test examples of a run, or half of its "
+            "validation examples."
+        ),
+    )
+    output_dir: str | None = HfArg(
+        default=None,
+        help="Folder for the results. Default: MODEL, or the current folder if MODEL is on the Hub.",
+    )
+    image_column: str = HfArg(
+        default="image",
+        help="Images: their column, or that of the numbers that the model reads.",
+    )
+    prompt_format: PromptFormat = HfArg(
+        default="auto", help="Language models: form of the prompts; choose that of the training."
+    )
 
 
 @dataclass
@@ -56,14 +83,17 @@ def is_classifier(model: PreTrainedModel) -> bool:
 def classifier_rows(
     name: str,
     model: PreTrainedModel,
+    args: HeldOutArguments,
     data_args: DataArguments,
-    image_column: str,
-    trains: bool = False,
+    trains: bool,
+    chooses: bool,
 ) -> HeldOutRows:
     """The validation and test examples of a classifier, as one half of the validation examples each without test
-    examples; those of training where the command `trains`."""
+    examples; those of training where the command `trains`. Where it `chooses` by examples, it reports on others."""
+    if args.data is not None:
+        data_args = _of_file(args.data, data_args, trains, chooses)
     if type(model).__name__.endswith("ForImageClassification"):
-        dataset = load_image_classification(data_args, image_column, data_args.label_column)
+        dataset = load_image_classification(data_args, args.image_column, data_args.label_column)
         dataset = align_classes(dataset, model.config.id2label)
         collator = ImageCollator(model, load_image_processor(name), dataset["validation"])
         settings = {"data_collator": collator, "remove_unused_columns": False}
@@ -83,6 +113,25 @@ def classifier_rows(
     return HeldOutRows(validation, test, settings, dataset["train"])
 
 
+def _of_file(data: str, data_args: DataArguments, trains: bool, chooses: bool) -> DataArguments:
+    """The arguments by which the file `data` stands for all examples but those of training. Where nothing is trained,
+    it also says which classes there are."""
+    sources = dict.fromkeys(SOURCES & vars(data_args).keys())
+    sources["train_split"] = data_args.train_split
+    sources["train_file"] = train_file(data_args) if trains else data
+    sources["validation_file"] = data
+    sources["test_file"] = None if chooses else data
+    return replace(data_args, **sources)
+
+
+def train_file(data_args: DataArguments) -> str:
+    if data_args.train_file is None:
+        raise ValueError(
+            "`train_file` is not given, and examples of training are needed: give a file like `data`."
+        )
+    return data_args.train_file
+
+
 def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
     """Say where the rows to measure on are drawn from those of training, and no record says how that drew its own."""
     is_named = data_args.validation_split or data_args.validation_file
@@ -93,14 +142,51 @@ def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
         )
 
 
-def read_texts(argument: str, path: str, column: str) -> list[Pair]:
+def language_rows(
+    name: str,
+    model: PreTrainedModel,
+    args: HeldOutArguments,
+    data_args: DataArguments,
+    trains: bool,
+    chooses: bool,
+) -> HeldOutRows:
+    """The instructions or texts of the file as test examples, but for a first half, or as much of it as a search
+    reads, where the command `chooses` by examples; those of the file of training where it `trains`."""
+    if args.data is None:
+        raise ValueError(
+            f"{name!r} is a language model: give a file of texts or instructions by `--data`."
+        )
+    tokenizer = load_tokenizer(name)
+    limit = _tokens_to_read(model, data_args)
+
+    def read(argument: str, path: str, most: int | None) -> list[dict[str, Any]]:
+        columns = load_file(argument, path, ["instruction", data_args.text_column]).column_names
+        if "instruction" in columns:
+            pairs = _read_answered(path, args.prompt_format, tokenizer)
+        else:
+            pairs = _read_texts(argument, path, data_args.text_column)
+        return _labelled_rows(pairs[:most], tokenizer, limit)
+
+    train = None
+    if trains:
+        train = read("train_file", train_file(data_args), data_args.max_train_samples)
+    rows = read("data", args.data, data_args.max_eval_samples)
+    count = min(SEARCH_ROWS, len(rows) // 2) if chooses else 0
+    if chooses and not count:
+        raise ValueError("There is a single example; give some to choose by, and others.")
+    tokenizer.padding_side = "right"
+    settings = {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
+    return HeldOutRows(rows[:count], rows[count:], settings, train)
+
+
+def _read_texts(argument: str, path: str, column: str) -> list[Pair]:
     """The texts of a file, which `argument` gives, as prompts without a completion."""
     texts = load_file(argument, path, [column])
     check_texts(texts, path, column)
     return [{"prompt": text, "completion": None} for text in texts[column]]
 
 
-def read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+def _read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
     """The instructions of a file; where some have an answer, only those: an answer has another loss than a prompt."""
     pairs = read_instructions(path, prompt_format, tokenizer, ["input", "output"])
     answered = [pair for pair in pairs if pair["completion"]]
@@ -114,7 +200,7 @@ def read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerB
     return answered
 
 
-def labelled_rows(
+def _labelled_rows(
     pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[dict[str, Any]]:
     """Token ids and labels of each pair, cut to `limit` tokens; those of a single token are
@@ -133,7 +219,7 @@ def labelled_rows(
     return long_enough
 
 
-def tokens_to_read(model: PreTrainedModel, data_args: DataArguments) -> int:
+def _tokens_to_read(model: PreTrainedModel, data_args: DataArguments) -> int:
     """How many tokens of a text a language model is measured on."""
     chosen = 512 if data_args.max_seq_length is None else data_args.max_seq_length
     positions = position_limit(model)
@@ -153,9 +239,3 @@ def results_folder(name: str, output_dir: str | None) -> Path:
     if output_dir is not None:
         return Path(output_dir)
     return Path(name) if Path(name).is_dir() else Path(".")
-
-
-def collator_of(tokenizer: PreTrainedTokenizerBase) -> DataCollatorForSeq2Seq:
-    """Pads the rows of a language model on the right."""
-    tokenizer.padding_side = "right"
-    return DataCollatorForSeq2Seq(tokenizer)

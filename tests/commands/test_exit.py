@@ -65,10 +65,8 @@ def test_the_exit_command_reports_a_classifier(tmp_path, capsys, adapter):
     assert ("hf-descent export" in printed) == (profile.shown() is not None)
 
 
-@pytest.mark.parametrize("test_file", [True, False])
-def test_the_threshold_is_of_validation_rows_and_the_report_of_others(
-    tmp_path, monkeypatch, test_file
-):
+@pytest.mark.parametrize("given", ["test file", "no test file", "one file"])
+def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, monkeypatch, given):
     seen, calibrate, evaluate = {}, ConfidenceExit.calibrate, ConfidenceExit.evaluate
 
     def rows_of(rows):
@@ -96,16 +94,18 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(
     lines = Path(written_rows(tmp_path / "train.jsonl", 38)).read_text().splitlines()
     (tmp_path / "validation.jsonl").write_text("\n".join(lines[:20]))
     (tmp_path / "test.jsonl").write_text("\n".join(lines[20:]))
-    names = ["train", "validation", *(["test"] if test_file else [])]
+    names = ["train", "validation", *(["test"] if given == "test file" else [])]
     words = [word for name in names for word in (f"--{name}_file", str(tmp_path / f"{name}.jsonl"))]
+    if given == "one file":
+        words = ["--data", str(tmp_path / "validation.jsonl")]
     cli.main(
         ["exit", folder, *words, "--max_loss", "0.3", "--max_seq_length", "12", "--repeats", "1"]
     )
     rows = [(tuple(ids_of(i)), 2 - i % 3) for i in range(38)]
     assert seen["max_loss"] == 0.3 and seen["report"] == seen["profile"]
-    assert seen["validation"] | seen["report"] == set(rows if test_file else rows[:20])
+    assert seen["validation"] | seen["report"] == set(rows if given == "test file" else rows[:20])
     assert (
-        len(seen["validation"]) == (20 if test_file else 10)
+        len(seen["validation"]) == (20 if given == "test file" else 10)
         and not seen["validation"] & seen["report"]
     )
 
@@ -115,7 +115,7 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
     data = written_rows(
         tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row
     )  # which are padded
-    words = ["--text_file", data, "--repeats", "1", "--output_dir", str(tmp_path / "out")]
+    words = ["--data", data, "--repeats", "1", "--output_dir", str(tmp_path / "out")]
     cli.main(["exit", folder, *words])
     printed, progress = capsys.readouterr()
     assert "Timing: 100%" in progress
@@ -126,11 +126,11 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
         ids = torch.tensor([ids_of(i, 12 - i)])
         losses += (11 - i) * [model(ids, labels=ids).loss.item()]
     assert profile.losses[-1] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    with pytest.raises(ValueError, match="`text_file` is None"):
+    with pytest.raises(ValueError, match="give a file of texts or instructions by `--data`"):
         cli.main(["exit", folder])
     (tmp_path / "texts.json").write_text('{"text": null}')
     with pytest.raises(ValueError, match=r"texts\.json has 1 examples whose text is not a string"):
-        cli.main(["exit", folder, "--text_file", str(tmp_path / "texts.json")])
+        cli.main(["exit", folder, "--data", str(tmp_path / "texts.json")])
 
 
 def seen_by_the_profile(monkeypatch, *words):
@@ -150,18 +150,16 @@ def test_the_rows_of_a_text_file_are_measured(tmp_path, monkeypatch):
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
     ids = [ids_of(row) for row in range(6)]
     folder = saved(llama(num_layers=2), tmp_path / "model")
-    words = [folder, "--text_file", data, "--max_eval_samples", "5"]
+    words = [folder, "--data", data, "--max_eval_samples", "5"]
     assert seen_by_the_profile(monkeypatch, *words) == [(row, row) for row in ids[:5]]
     cut = seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")
     assert cut == [(row[:9], row[:9]) for row in ids[:5]]
-    with pytest.raises(ValueError, match="takes one of the two"):
-        seen_by_the_profile(monkeypatch, *words, "--instructions", data)
 
 
 def test_rows_that_are_left_out_are_counted(tmp_path, monkeypatch, capsys):
     folder = saved(llama(num_layers=2), tmp_path / "model")
     texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 4 - row // 2)
-    words = [folder, "--text_file", texts, "--max_seq_length"]
+    words = [folder, "--data", texts, "--max_seq_length"]
     assert len(seen_by_the_profile(monkeypatch, *words, "9")) == 6
     texts = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 3 - row // 2)
     assert len(seen_by_the_profile(monkeypatch, *words, "9")) == 4  # of 3 and 2 tokens
@@ -171,7 +169,7 @@ def test_rows_that_are_left_out_are_counted(tmp_path, monkeypatch, capsys):
 
     rows = [{"instruction": f"w{i}", "output": "w1" if i else ""} for i in range(3)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    seen_by_the_profile(monkeypatch, folder, "--instructions", tmp_path / "rows.json")
+    seen_by_the_profile(monkeypatch, folder, "--data", tmp_path / "rows.json")
     assert "Dropped 1 of the 3 examples: they have no `output`." in capsys.readouterr().out
 
 
@@ -184,7 +182,7 @@ def test_instructions_are_asked_as_in_training_and_their_answers_measured(
     rows = [{"instruction": f"Add {i}.", "input": "1" * (i % 2)} for i in range(4)]
     rows = [row | ({"output": f"It is {i}"} if answered else {}) for i, row in enumerate(rows)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    flags = ["--instructions", tmp_path / "rows.json", "--prompt_format", form]
+    flags = ["--data", tmp_path / "rows.json", "--prompt_format", form]
     seen = seen_by_the_profile(monkeypatch, folder, *flags, "--output_dir", tmp_path / "out")
     as_chat, asked, texts = chat and form == "auto", [], []
     for i, row in enumerate(rows):
@@ -203,7 +201,7 @@ def test_the_answers_to_instructions_are_measured(tmp_path):
     (tmp_path / "rows.json").write_text(
         json.dumps([*rows, {"instruction": "Add 4.", "output": ""}])
     )  # no answer
-    cli.main(["exit", folder, "--instructions", str(tmp_path / "rows.json"), "--repeats", "1"])
+    cli.main(["exit", folder, "--data", str(tmp_path / "rows.json"), "--repeats", "1"])
     model, losses = AutoModelForCausalLM.from_pretrained(folder), []
     for row in rows:
         prompt = tokenizer(False)(format_prompt(row["instruction"]))["input_ids"]
@@ -218,7 +216,7 @@ def test_texts_are_cut_to_the_positions_of_the_model(tmp_path):
     model = gpt2(num_layers=2, n_positions=9)
     folder = saved(model, tmp_path / "model")
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)  # of 12 tokens
-    cli.main(["exit", folder, "--text_file", data, "--output_dir", str(tmp_path / "out")])
+    cli.main(["exit", folder, "--data", data, "--output_dir", str(tmp_path / "out")])
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
     ids = torch.tensor([ids_of(row, 9) for row in range(6)])
     assert profile.losses[-1] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-4)

@@ -147,7 +147,7 @@ def test_a_language_model_chooses_by_one_half_of_the_rows_and_reports_on_the_oth
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(80)])
-    flags = ["--text_file", data, "--fewest_layers", "2", "--output_dir", str(tmp_path / "out")]
+    flags = ["--data", data, "--fewest_layers", "2", "--output_dir", str(tmp_path / "out")]
     cli.main(["exit", str(tmp_path / "model"), *flags])
 
     profile = LayerSetProfile.from_json(str(tmp_path / "out" / "layer_sets.json"))
@@ -192,7 +192,7 @@ def test_more_layers_than_there_are_cannot_stay(tmp_path):
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written(tmp_path / "texts.jsonl", [{"text": words_of(row)} for row in range(4)])
     with pytest.raises(ValueError, match="the model has 1 to 2 layers"):
-        cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--fewest_layers", "3"])
+        cli.main(["exit", str(tmp_path / "model"), "--data", data, "--fewest_layers", "3"])
 
 
 HEALING = ["--heal_steps", "30", "--heal_learning_rate", "0.003", "--fewest_layers", "2"]
@@ -263,15 +263,14 @@ def test_an_exit_head_is_trained_behind_the_first_layers(name, exit_head, depth,
     assert losses[0] < losses[1]
 
 
-@pytest.mark.parametrize("form", ["text_file", "instructions"])
+@pytest.mark.parametrize("form", ["texts", "instructions"])
 def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_path, monkeypatch):
     model = spread(llama(num_layers=LAYERS)).to(torch.bfloat16).eval()
     model.save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
-    rows = [
-        {"text": words_of(row), "instruction": words_of(row), "output": "w3 w4"}
-        for row in range(80)
-    ]
+    rows = [{"text": words_of(row)} for row in range(80)]
+    if form == "instructions":
+        rows = [{"instruction": words_of(row), "output": "w3 w4"} for row in range(80)]
     held_out = written(tmp_path / "held_out.jsonl", rows[:40])
     train = written(tmp_path / "train.jsonl", rows[40:])
     seen = {}
@@ -283,7 +282,7 @@ def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_p
         return training(trainer)
 
     monkeypatch.setattr(HealingTrainer, "train", record)
-    flags = [f"--{form}", held_out, "--train_file", train, "--max_train_samples", "30", *HEALING]
+    flags = ["--data", held_out, "--train_file", train, "--max_train_samples", "30", *HEALING]
     cli.main(["exit", str(tmp_path / "model"), *flags, "--heal", str(tmp_path / "healed")])
     assert len(seen["rows"]) == 30
     words = word_tokenizer().decode(seen["rows"][0]["input_ids"])
@@ -302,7 +301,7 @@ def test_a_language_model_is_healed_on_the_rows_of_the_training_file(form, tmp_p
         (["--heal", "healed"], "`heal` is 'healed', .* give `fewest_layers`"),
         (["--heal", ".", "--fewest_layers", "2"], "`heal` '.' is not empty; name another"),
         (["--heal", "healed", *HEALING[:-1], "4"], "no layer is left out"),
-        (["--heal", "healed", "--fewest_layers", "2"], "give a file like that by `train_file`"),
+        (["--heal", "healed", "--fewest_layers", "2"], "`train_file` is not given"),
         (["--heal", "healed", "--fewest_layers", "2"], "several GPUs are visible"),
     ],
 )
@@ -315,5 +314,5 @@ def test_what_cannot_be_healed_is_refused(words, reason, tmp_path, monkeypatch):
     if "GPUs" in reason:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=reason):
-        cli.main(["exit", str(tmp_path / "model"), "--text_file", data, *train, *words])
+        cli.main(["exit", str(tmp_path / "model"), "--data", data, *train, *words])
     assert not (tmp_path / "healed").exists()

@@ -165,7 +165,7 @@ def test_maps_are_fitted_on_the_rows_of_the_training_file(kind, tmp_path, capsys
 
     monkeypatch.setattr("hf_descent.commands.lens.fit_lens", fit_on)
     flags = ["--data", str(tmp_path / file), "--fit", "affine"]
-    with pytest.raises(ValueError, match="`fit` is 'affine', .* by `train_file`"):
+    with pytest.raises(ValueError, match="`train_file` is not given, .* like `data`"):
         cli.main(["lens", str(tmp_path / "model"), *flags])
     flags += ["--train_file", str(tmp_path / f"train_{file}"), "--max_train_samples", "30"]
     cli.main(["lens", str(tmp_path / "model"), *flags, "--max_seq_length", "12"])
@@ -208,7 +208,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ViTForMaskedImageModeling; give a classifier of texts"):
         cli.main(["lens", str(tmp_path / "masked"), "--data", "rows.jsonl"])
     llama(num_layers=2).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="give a file of texts by `--data`"):
+    with pytest.raises(ValueError, match="give a file of texts or instructions by `--data`"):
         cli.main(["lens", str(tmp_path / "model")])
 
 

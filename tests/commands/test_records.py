@@ -203,7 +203,7 @@ def test_a_language_model_is_measured_as_in_its_training(tmp_path, monkeypatch, 
         LayerProfile.from_json("run/layer_profile.json").losses, trained.losses, rtol=1e-5
     )
     (tmp_path / "texts.json").write_text(json.dumps([{"text": "A long text. " * 30}]))
-    cli.main(["exit", "run", "--text_file", "texts.json", "--repeats", "1"])
+    cli.main(["exit", "run", "--data", "texts.json", "--repeats", "1"])
     ids = AutoTokenizer.from_pretrained("run")("A long text. " * 30, return_tensors="pt")[
         "input_ids"
     ][:, :190]

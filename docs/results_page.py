@@ -67,12 +67,23 @@ def at_best_rate(runs: list[dict]) -> tuple[float, list[dict]]:
 
 @cache
 def controlled(task: str) -> dict[str, tuple[float, list[dict]]]:
-    """Of a task, each arm's best learning rate, and its runs there."""
+    """Of a task, each arm's best learning rate, and its runs there; arms of a kind follow one another."""
     arms = defaultdict(list)
     for run in lines_of("controlled.jsonl"):
         if run["settings"]["task"] == task:
             arms[run["settings"]["arm"]].append(run)
-    return {arm: at_best_rate(runs) for arm, runs in arms.items()}
+    return {arm: at_best_rate(arms[arm]) for arm in sorted(arms, key=place_of_arm)}
+
+
+def place_of_arm(arm: str) -> tuple[int, str]:
+    first, _, change = arm.partition(",")
+    return ARMS_IN_ORDER.index(first), change
+
+
+ARMS_IN_ORDER = (
+    "plain", "plain training", "descent", "paper", "alpha 0.3", "layer 2 hard", "layer 3 hard",
+    "exits at 10 and 15", "hinge", "deep supervision", "layerskip", "cut first",
+)  # fmt: skip
 
 
 # Writing tables
@@ -161,20 +172,25 @@ def exit_ratios(tests: list[dict], plain: list[dict]) -> list[float]:
 SAME_AS_PLAIN = ("plain, early stopping",)  # the page says so
 
 
+def name_of_arm(arm: str) -> str:
+    """An arm of `controlled.py` as the pages call it; what follows its first comma says how it is changed."""
+    first, comma, change = arm.partition(",")
+    names = {"descent": "default", "paper": "paper's form"}
+    return names.get(first, first) + comma + change
+
+
 def denoisers(task: str) -> str:
     on_video = task != "photos"
     level = list(script("controlled").GAMMAS[task]).index(0.15)
-    header = [
-        "arm", "learning rate", "f_3 / f_5", "noise 0.15", "no noise", "more noise", "salt and pepper", "blur",
-    ]  # fmt: skip
+    header = ["arm", "f_3 / f_5", "noise 0.15", "no noise", "more noise", "salt and pepper", "blur"]
     if on_video:
         header.append("another video")
     arms = {arm: found for arm, found in controlled(task).items() if arm not in SAME_AS_PLAIN}
-    names = [[arm, f"{rate:g}"] for arm, (rate, _) in arms.items()]
+    names = [[name_of_arm(arm)] for arm in arms]
     _, plain = arms["plain"]
     cells = [denoiser_columns(runs, plain, level, on_video) for _, runs in arms.values()]
     if not on_video:  # its models that are cut first are compared at layer 3
-        header.insert(2, "f_3")
+        header.insert(1, "f_3")
         for columns, (_, runs) in zip(cells, arms.values()):
             columns.insert(0, [run["test"]["losses"][2] for run in runs])
     return means_with_spread(header, names, cells, 2)
@@ -207,7 +223,7 @@ def texts() -> str:
         other = {"rt_polarity": "rt-polarity"}.get(other, other)
         for arm, (_, runs) in controlled(task).items():
             tests = [run["test"] for run in runs]
-            names.append([data, arm])
+            names.append([data, name_of_arm(arm)])
             cells.append(
                 [
                     [test["accuracy"][-1] for test in tests],
@@ -225,7 +241,7 @@ def text_losses() -> str:
     names, cells = [], []
     for task, data in (("imdb", "IMDb"), ("rt_polarity", "rt-polarity")):
         for arm, (_, runs) in controlled(task).items():
-            names.append([data, arm])
+            names.append([data, name_of_arm(arm)])
             losses = [[run["test"]["losses"][layer] for run in runs] for layer in (2, -1)]
             cells.append(losses)
     return means_with_spread(["data", "arm", "f_3", "f_6"], names, cells, 3)

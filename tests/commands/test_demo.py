@@ -33,6 +33,8 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figures_and_runs(tmp_pat
     *_, of_card, following = capsys.readouterr().out.strip().splitlines()
     assert of_card.startswith(verdict)  # with the interval of the price, of 512 clips
     assert following.startswith(f"Next: `hf-descent card {tmp_path / 'descent-0'} --push_to_hub ")
+    text = (tmp_path / "descent-0" / "README.md").read_text()
+    assert "price unknown" not in text and "hf-descent exit" not in text  # it refuses denoisers
 
 
 def test_the_demo_has_the_package_s_constraints_or_those_of_the_paper(tmp_path):

@@ -9,7 +9,6 @@ from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..constraints.problem import AT_CHANCE
 from ..evaluation import LayerProfile, layer_profile
 from ..evaluation.intervals import limits_above_chance
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
@@ -69,18 +68,6 @@ class ExitProfile(Result):
         is_shown = (self.kept_low >= share) & np.array(self.learned)
         layers = np.flatnonzero(is_shown[:-1])
         return int(layers[0]) + 1 if len(layers) else None
-
-    def cheapest(self, share: float = 0.99) -> int:
-        """The first layer with at least `share` of the last's metric (at most 1 / `share`, where less is better) whose
-        loss is below 98 % of chance. These are the measured numbers without their intervals: cut by [`shown`]."""
-        last = self.values[-1]
-        enough = self.values >= share * last
-        if not self.greater_is_better:
-            enough = share * self.values <= last
-        limit = AT_CHANCE * self.chance if self.chance else np.inf
-        enough &= self.losses < limit
-        enough[-1] = True
-        return int(np.argmax(enough)) + 1
 
     def __str__(self) -> str:
         rows = [["layer", self.metric, "kept", "at least (95 %)", "loss", "ms/sample", "speed-up"]]

@@ -40,17 +40,17 @@ def test_the_profile_says_how_large_its_batches_were_and_which_way_its_metric_go
     )
 
 
-def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
-    profile = ExitProfile("accuracy", [0.5, 0.81, 0.79, 0.9], [1.0] * 4, [1.0, 2.0, 3.0, 4.0], 8)
-    assert [profile.cheapest(share) for share in (0.99, 0.9, 0.5)] == [4, 2, 1]
-    errors = ExitProfile(
-        "rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8, greater_is_better=False
+def test_the_first_exit_that_keeps_the_share_asked_for_and_is_not_at_chance(tmp_path):
+    profile = ExitProfile(
+        "accuracy",
+        [0.5, 0.81, 0.79, 0.9],
+        [1.0] * 4,
+        [1.0, 2.0, 3.0, 4.0],
+        8,
+        kept_low=[0.5, 0.9, 0.85, 1.0],
+        learned=[False, True, True, True],
     )
-    assert errors.cheapest(0.99) == 2
-    for values in ([0.0, 0.0, 0.0], [-0.4, -0.3, -0.2], [math.nan, math.nan, math.nan]):
-        assert ExitProfile("mcc", values, [1.0] * 3, [1.0] * 3, 8).cheapest() == (
-            3 if values[0] else 1
-        )
+    assert [profile.shown(share) for share in (0.99, 0.9, 0.85, 0.5)] == [None, 2, 2, 2]
     assert profile.speedups.tolist() == [4.0, 2.0, 4 / 3, 1.0]
     profile.to_json(str(tmp_path / "exit_profile.json"))
     assert str(ExitProfile.from_json(str(tmp_path / "exit_profile.json"))) == str(profile)
@@ -67,10 +67,8 @@ def test_no_exit_is_offered_at_a_layer_at_chance():
     model.classifier.weight.data.zero_()
     model.classifier.bias.data = torch.tensor([7 / 8, 1 / 8, 1e-6]).log()
     profile = exit_profile(model, rows, batch_size=8, repeats=1)
-    assert profile.values.tolist() == [7 / 8] * 3 and profile.cheapest() == 3
+    assert profile.values.tolist() == [7 / 8] * 3 and profile.shown() is None
     assert profile.chance == pytest.approx(-sum(p * math.log(p) for p in (7 / 8, 1 / 8)))
-    profile.losses[1:] = 0.9 * profile.chance
-    assert profile.cheapest() == 2
 
 
 @pytest.mark.parametrize(("count", "expected"), [(40, None), (2000, 2)])
@@ -91,7 +89,6 @@ def test_only_rows_that_suffice_show_that_a_layer_keeps_the_metric(count, expect
 
     assert profile.kept[1] == 1 and profile.kept_low[1] < 1
     assert profile.kept_low[-1] == 1
-    assert profile.cheapest() <= 2
     assert profile.shown() == expected
     verb = "No layer before the last is shown" if expected is None else "Layer 2 of 3 is shown"
     assert f"{verb} to keep 99 % of the accuracy" in str(profile)

@@ -78,8 +78,11 @@ def demo(
     )
     print(f"\nWritten to {output_dir}: {', '.join(files)}")
     print(closing(comparison))
+    print(
+        next_step(f"card {output_dir}/descent-{seeds[0]}", "writes the card of a constrained model")
+    )
     recipe = "classify --config recipes/imdb-minilm/descent.yaml"
-    print(next_step(recipe, "trains a text classifier that may stop early"))
+    print(next_step(recipe, "trains a text classifier, from the Hub, that may stop early"))
     return comparison
 
 

@@ -212,11 +212,12 @@ class DualReports:
         elif ascent.guard is not None:
             limits = (
                 f"The multipliers shrink while it is more than {watch.max_rise:.1%} above its best value "
-                "(`max_last_layer_rise`), so that the constraints give way and it can recover."
+                "(`max_last_layer_rise`), so that the constraints give way."
             )
         logger.warning(
-            f"The constraints make the last layer worse: its loss rose from {best:.4g} to {highest:.4g} "
-            f"({(highest - best) / abs(best):+.1%}). {limits} Ask for less: {self._ways_to_ask_less()}."
+            f"The last layer's loss rose under the constraints, from {best:.4g} to {highest:.4g} "
+            f"({(highest - best) / abs(best):+.1%}). {limits} If it stays there, ask for less: "
+            f"{self._ways_to_ask_less()}."
         )
 
     def _warn_of_faults(self) -> None:

@@ -25,8 +25,10 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figures_and_runs(tmp_pat
     printed = capsys.readouterr().out
     losses = comparison.groups["constrained"][0].profiles[GAMMA_TRAIN].losses
     assert f"{losses[0]:.2f}  {losses[1]:.2f}" in printed and str(comparison) in printed
-    supervision, verdict, following = printed.strip().splitlines()[-3:]
-    assert verdict.startswith("VERDICT: NOT MET, price ") and following.startswith("Next: ")
+    supervision, verdict, card, recipe = printed.strip().splitlines()[-4:]
+    assert verdict.startswith("VERDICT: NOT MET, price ")
+    assert card.startswith(f"Next: `hf-descent card {tmp_path / 'descent-0'}` ")
+    assert recipe.startswith("Next: `hf-descent classify ")
     assert supervision.startswith("With deep supervision the loss is lower in this demo (layers 1-")
 
     cli.main(["card", str(tmp_path / "descent-0")])

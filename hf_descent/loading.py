@@ -211,14 +211,16 @@ def load_image_processor(name: str):
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which pads with the end of text where it has no padding token; ValueError where none
-    is saved with the model (transformers would make one without any word)."""
+    """The tokenizer of a model. Without a padding token it pads with the end of text. ValueError if none is saved with
+    the model; transformers might make one without saying so."""
     remedy = f"No tokenizer in {name!r}: save it there (`tokenizer.save_pretrained({name!r})`)."
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
-        reason, *_ = str(error).splitlines()
-        raise ValueError(f"{remedy} transformers says: {reason}") from error
+        reason = str(error).splitlines()[0].strip()
+        if not reason.endswith(":"):  # else the line only announces a list
+            remedy += f" transformers says: {reason}"
+        raise ValueError(remedy) from error
 
     special_tokens = {*tokenizer.all_special_tokens, "▁"}  # SentencePiece's space
     if not tokenizer.get_vocab().keys() - special_tokens:

@@ -1,1 +1,1 @@
-"""The constrained problem: constraints, multipliers, objectives, the automatic schedule, the dual side of a run."""
+"""The constrained problem, the objectives, and the dual side of a run: multipliers, averages, guard and reports."""

@@ -1,4 +1,4 @@
-"""Checks of what a problem is made of, for the problem itself and for the arguments of a training."""
+"""Checks of the arguments of a problem, for the problem itself and for the config of a training."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ LARGEST = 1e12
 def check_targets(
     name: str, targets: Mapping[int, float] | None, num_layers: int | None = None
 ) -> dict[int, float]:
-    """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
+    """`targets` as numbers by layer, sorted; ValueError if a value is no target, or a layer cannot have one."""
     if targets is None:
         return {}
     takes_last = name != "exit_targets"
@@ -113,7 +113,8 @@ def check_constrained_layers(
 
 
 def as_python(value: Any) -> Any:
-    """`value` in Python's own numbers and lists, where it is an array, a number of one, or a sequence; else itself."""
+    """`value` in Python's own numbers and lists if it is an array, a number of an array, or a sequence; else
+    itself."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, list | tuple | range):

@@ -1,4 +1,4 @@
-"""What the layer losses of a run move, on the host: running averages, the guard on f_L, and the multipliers."""
+"""The numbers that the layer losses of a run move, on the host: running averages, the guard on f_L, multipliers."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from ..configs import DescentArguments
 
 
-WATCHED_RISE = 0.02  # share by which f_L may rise before the log says so, where nothing limits it
+WATCHED_RISE = 0.02  # share by which f_L may rise before the log says so, if nothing limits it
 
 
 class DualAscent:
-    """The multipliers of a run, and what decides how they move.
+    """The multipliers of a run, and the averages and the guard that decide how they move.
 
     Args:
         args (`DescentArguments`): the checked arguments.
@@ -29,11 +29,11 @@ class DualAscent:
 
     Attributes:
         multipliers ([`Multipliers`]): one for each row of the problem.
-        guard ([`LastLayerGuard`], *optional*): the limit on the rise of f_L, of multipliers that move.
-        watch ([`LastLayerGuard`], *optional*): the same, or where nothing limits the multipliers one that only sees
-            whether f_L rises, for the log.
-        averages ([`LossAverages`]): of the layer losses that move the multipliers.
-        warmup_losses (`np.ndarray`): the averages `[L]` at the end of the warm-up; zeros where nothing was learned.
+        guard ([`LastLayerGuard`], *optional*): limits the multipliers if f_L rises; `None` if they do not move, or
+            have no limit.
+        watch ([`LastLayerGuard`], *optional*): the guard, or else one that only sees for the log whether f_L rises.
+        averages ([`LossAverages`]): averages of the layer losses that move the multipliers.
+        warmup_losses (`np.ndarray`): the averages `[L]` at the end of the warm-up; zeros if nothing was learned.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class DualAscent:
             self.watch.observe(layer_losses[-1].item(), acts)
 
     def end_warmup(self) -> None:
-        """Keep the averages of the warm-up."""
+        """Keep the present averages as those of the warm-up."""
         self.warmup_losses = self.averages.means
 
     def ascend(self, violations: np.ndarray) -> None:
-        """Move the multipliers by violations `[rows]`, as many steps as they stand for."""
+        """Move the multipliers by violations `[rows]`, once for each optimizer step that the violations stand for."""
         share = 1.0
         shrinks = False
         if self.guard is not None:
@@ -78,7 +78,7 @@ class DualAscent:
             self.multipliers.step(violations, share, shrinks)
 
     def take_over(self, values: Sequence[float], warmup_losses: Sequence[float] | None) -> None:
-        """Take over the multipliers `[rows]` of another run, and the averages of its warm-up where known."""
+        """Take over the multipliers `[rows]` of another run, and the averages of its warm-up if known."""
         state = self.multipliers.state_dict()
         state["values"] = torch.tensor(values)
         self.multipliers.load_state_dict(state)
@@ -97,7 +97,7 @@ class DualAscent:
         return tensors
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` gave, among other tensors; ValueError or KeyError where one is wrong."""
+        """Take over what `state_dict` gave, among other tensors; ValueError or KeyError if one is wrong."""
         self.multipliers.load_state_dict(_part_of(tensors, "multipliers."))
 
         guard_state = _part_of(tensors, "guard.")

@@ -17,8 +17,8 @@ class LossAverages:
 
     def __init__(self, num_layers: int, steps_per_reading: int):
         self._steps_per_reading = steps_per_reading
-        # Decaying sums [layers + 2] of the layer losses, of 1 and of f_L^2. Divided by that of 1, the sums are means
-        # from the first step on.
+        # Decaying sums [layers + 2] of the layer losses, of 1 and of f_L^2. Divided by the sum of 1, the others are
+        # means from the first step on.
         self._sums: np.ndarray = np.zeros(num_layers + 2, dtype=np.float32)
 
     def add(self, layer_losses: np.ndarray) -> None:
@@ -34,7 +34,7 @@ class LossAverages:
 
     @property
     def means(self) -> np.ndarray:
-        """The averages `[L]`; not numbers before the first losses."""
+        """The averages `[L]`; NaN before the first losses."""
         if self.weight == 0:
             return np.full_like(self._sums[:-2], np.nan)
         return self._sums[:-2] / self._sums[-2]
@@ -47,11 +47,11 @@ class LossAverages:
         return self._sums[-3].item() / self.weight
 
     def is_last_below(self, bound: float) -> bool:
-        """Whether the average of f_L is below `bound` by twice its standard error; never so of 5 readings or fewer."""
+        """Whether the average of f_L is below `bound` by twice its standard error; False for 5 readings or fewer."""
         mean = self.last_loss
         if mean is None:
             return False
-        # As many readings, equally weighed, would have the same error.
+        # The effective sample size, sum(w)^2 / sum(w^2), of decaying weights w; 5 fewer count below, to be careful.
         readings = 2 / (1 - AVERAGE_DECAY) * self.weight / (2 - self.weight)
         readings /= self._steps_per_reading
         if readings <= 5:
@@ -65,7 +65,7 @@ class LossAverages:
         return {"averages": sums[:-2], "average_weight": sums[-2:-1], "square": sums[-1:]}
 
     def load_state_dict(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what `state_dict` gave, among other tensors; ValueError where a shape or a value is wrong."""
+        """Take over what `state_dict` gave, among other tensors; ValueError if a shape or a value is wrong."""
         parts = []
         for name, own in self.state_dict().items():
             tensor = tensors[name]

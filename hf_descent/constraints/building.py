@@ -1,4 +1,4 @@
-"""What the arguments of a run say about its dual side: the problem, the multipliers, and when they begin to act."""
+"""Builds the dual side of a run from its arguments: the problem, the multipliers, and the end of the warm-up."""
 
 import logging
 import math
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def end_of_warmup(args: "DescentArguments", start_step: int, max_steps: int) -> int:
-    """The first step whose constraints act, where the warm-up is counted from `start_step`; an objective without
-    constraints has no warm-up."""
+    """The first step in which constraints act. The warm-up is counted from `start_step`; an objective without
+    constraints has none."""
     if not args.objective_class.is_constrained:
         return start_step
     warmup = args.dual_settings.dual_warmup_steps
@@ -37,10 +37,10 @@ def end_of_warmup(args: "DescentArguments", start_step: int, max_steps: int) -> 
 def problem_of(
     args: "DescentArguments", num_layers: int, chance: float | None, trains: bool
 ) -> DescentProblem | None:
-    """The constraints that the arguments state; `None` where they state none, or only judge and f_0 is not known.
+    """The constraints that the arguments state; `None` if they state none, or if they only judge and f_0 is not known.
 
-    `chance` is the estimated loss of the best constant prediction, where known. ValueError where a run that `trains`
-    under constraints lacks f_0.
+    `chance` is the estimated loss of the best constant prediction, if known. ValueError if a run that `trains` under
+    constraints lacks f_0.
     """
     objective = args.objective_class
     if objective.takes_multipliers and isinstance(args.fixed_multipliers, str):
@@ -55,7 +55,7 @@ def problem_of(
             )
         return None
 
-    if not needs_problem and not _states_constraints(args, num_layers):
+    if not needs_problem and not _has_constraint(args, num_layers):
         return None
 
     return DescentProblem(
@@ -70,8 +70,8 @@ def problem_of(
     )
 
 
-def _states_constraints(args: "DescentArguments", num_layers: int) -> bool:
-    """Whether there is a constraint: a line has none for the last layer."""
+def _has_constraint(args: "DescentArguments", num_layers: int) -> bool:
+    """Whether any layer has a constraint; a line asks nothing of the last one."""
     if args.layer_rows != "line" or args.exit_targets or args.loss_targets:
         return True
     first = 1
@@ -80,8 +80,8 @@ def _states_constraints(args: "DescentArguments", num_layers: int) -> bool:
     return first < num_layers
 
 
-def states_other_problem(args: "DescentArguments") -> bool:
-    """Whether arguments about the problem have other values than their defaults."""
+def changes_problem(args: "DescentArguments") -> bool:
+    """Whether an argument about the problem has another value than its default."""
     names = (
         "exit_targets",
         "loss_targets",
@@ -108,7 +108,7 @@ def multipliers_of(args: "DescentArguments", num_rows: int) -> Multipliers:
 
 
 def fixed_multipliers(args: "DescentArguments", num_rows: int) -> Sequence[float]:
-    """The multipliers of the objective "fixed", one per row; ValueError where there are others."""
+    """The multipliers of the objective "fixed", one per row; ValueError if their number or a value is wrong."""
     multipliers = args.fixed_multipliers
     if isinstance(multipliers, str):
         multipliers = _constrained_run(multipliers)["multipliers"]
@@ -125,7 +125,7 @@ def fixed_multipliers(args: "DescentArguments", num_rows: int) -> Sequence[float
 
 
 def _constrained_run(folder: str) -> Mapping[str, Any]:
-    """The summary of the run in a folder; ValueError where it had no multipliers."""
+    """The summary of the run in a folder; ValueError if the run had no multipliers."""
     summary = find_json(folder, "descent_config.json")
     if "alpha" not in summary or summary.get("multipliers") is None:
         raise ValueError(

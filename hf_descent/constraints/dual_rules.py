@@ -1,7 +1,7 @@
 """The rules by which multipliers and slacks move: from a gradient to the direction of a step.
 
-A rule is a function of a gradient `[L]` and of what it remembers, `Moments`, whose means it brings up to date. It
-returns the direction `[L]`. `multipliers.py` has the formulas.
+A rule is a function of a gradient `[rows]` and of its `Moments`, which it brings up to date. It returns the direction
+`[rows]`. `multipliers.py` has the formulas.
 """
 
 from collections.abc import Callable
@@ -9,19 +9,19 @@ from collections.abc import Callable
 import numpy as np
 
 
-BETAS = (0.9, 0.999)  # of the running means of gradients and of their squares
+BETAS = (0.9, 0.999)  # decay of the running means of gradients and of their squares
 EPSILON = 1e-8  # keeps Adam from dividing by 0
-BOUND = 0.05  # "pi" counts larger violations as this one
+BOUND = 0.05  # "pi" counts larger violations as this large
 DAMPING = 200.0  # K of "pi"
 
 
 class Moments:
-    """What a rule remembers of the gradients so far, in float32.
+    """What a rule remembers about the gradients so far, in float32.
 
     Attributes:
         steps (`np.ndarray`): their number, the present one included, `[1]`.
-        mean (`np.ndarray`): their running mean, `[L]`.
-        square (`np.ndarray`): the running mean of their squares, `[L]`; of "adam" only.
+        mean (`np.ndarray`): their running mean, `[rows]`.
+        square (`np.ndarray`): the running mean of their squares, `[rows]`; only "adam" uses it.
     """
 
     NAMES = ("steps", "mean", "square")
@@ -38,7 +38,8 @@ def sgd(gradient: np.ndarray, moments: Moments) -> np.ndarray:
 
 
 def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
-    """A PI controller on the bounded gradient: what changes counts `DAMPING` times what is."""
+    """A PI controller on the bounded gradient. A change of the gradient counts `DAMPING` times as much as its
+    value."""
     bounded = (gradient / BOUND).clip(-1, 1)
     before = moments.mean if moments.steps > 1 else bounded
     moments.mean = before + (1 - BETAS[0]) * (bounded - before)
@@ -46,7 +47,7 @@ def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
 
 
 def adam(gradient: np.ndarray, moments: Moments) -> np.ndarray:
-    """Adam (Kingma, Ba 2015), without decay of weights."""
+    """Adam (Kingma, Ba 2015), without weight decay."""
     beta1, beta2 = BETAS
     moments.mean = moments.mean + (1 - beta1) * (gradient - moments.mean)
     moments.square = moments.square + (1 - beta2) * (gradient**2 - moments.square)
@@ -63,6 +64,6 @@ RULES: dict[str, Callable[[np.ndarray, Moments], np.ndarray]] = {
 
 
 def direction(rule: str, gradient: np.ndarray, moments: Moments) -> np.ndarray:
-    """The direction `[L]` of one step more by the rule of that name."""
+    """The direction `[rows]` of the next step, by the rule of that name."""
     moments.steps = moments.steps + np.float32(1)
     return RULES[rule](gradient, moments)

@@ -1,4 +1,4 @@
-"""A limit on how much worse the constraints may make the last layer: multipliers give way before the model does.
+"""A limit on how much worse the constraints may make the last layer. At the limit the multipliers give way.
 
 The constrained problem puts no limit on what it costs to meet the constraints. Line, steps and exit constraints refer
 to the loss f_L that the model has, so they even get easier when it gets worse. The guard adds the limit
@@ -31,14 +31,14 @@ standard deviation of a batch's f_L,
 
     evidence <- evidence + min((f_L - limit) / s - 1/4, 3),   kept within 0 and 24.
 
-s is the root of half the mean squared difference between successive steps, so that a trend does not count as noise. Of
-this mean over about the last 10 steps and that over about the last half of the steps the larger counts. s is 0.001 of
-the limit at least.
+s is the root of half the mean squared difference between successive steps, so that a trend does not count as noise.
+The mean is taken over about the last 10 steps, and over about the last half of the steps; the larger one counts. s is
+at least 0.001 of the limit.
 
 Multipliers take the share `1 - evidence / 12` of the change that the dual rule wants. From 12 on they stand still, and
-at 24 they begin to shrink. A rise of the loss that ends by itself, as after a step of the optimizer that went too far,
-holds the multipliers where they are but does not undo them. Once they shrink, evidence is 12 at most, and they shrink
-until it is back at 0.
+at 24 they begin to shrink. If a rise of the loss ends by itself, as after a step of the optimizer that went too far,
+it has only held the multipliers where they are. Once they shrink, evidence is at most 12, and they shrink until it is
+back at 0.
 
 f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps so far. In m the newest
 of t losses has the weight 4 / (t + 3), but at most the larger of 1/t and 1/10. Its window grows with the run, so that
@@ -46,14 +46,14 @@ chance does not make f_best lower and lower.
 
 **Rises of plain training.** In a step in which all multipliers are 0, the objective is f_L alone. The last step
 without evidence is the CUSUM test's estimate of where a rise began. If no multiplier acted in that step, the
-constraints did not begin the rise. At 24 the guard then forgets all about f_L, as at the start of the run, and the
-multipliers are free. Otherwise a leap of the optimizer in the warm-up would keep them at 0.
+constraints did not begin the rise. In this case the guard forgets f_L at 24, as at the start of the run, and the
+multipliers are free. Without this, a leap of the optimizer in the warm-up would keep them at 0.
 
-**Pace.** f_L follows the multipliers with a delay, so multipliers that grow at full pace again run past the point of
-rest again. Each time that they begin to shrink, their pace becomes a fifth of what it was, but not less than 0.001. It
-recovers by 2 % in each step that does not shrink them, up to 1: after a single rise it is back there in
-log 5 / log 1.02 = 82 steps. Where f_L keeps coming back to its limit, the pace falls until about as many steps of
-growth lie between two rises. The form of the point of rest does not depend on the pace, which acts as a smaller eta.
+**Pace.** f_L follows the multipliers with a delay. If they grew at full pace again, they would run past the point of
+rest again. So each time that they begin to shrink, their pace becomes a fifth of what it was, but not less than 0.001.
+It recovers by 2 % in each step that does not shrink them, up to 1: after a single rise it is back there in
+log 5 / log 1.02 = 82 steps. If f_L keeps coming back to its limit, the pace falls until about 82 steps of growth lie
+between two rises. The form of the point of rest does not depend on the pace, which acts as a smaller eta.
 
 With held-out examples f_L is read every few optimizer steps. Evidence, f_best and the pace then count readings.
 
@@ -67,7 +67,7 @@ import torch
 
 
 class RunningMean:
-    """A weighted mean of losses, and what tells how far to trust it.
+    """A weighted mean of losses, and how noisy it is.
 
     Attributes:
         mean (`float`): the mean.
@@ -81,19 +81,20 @@ class RunningMean:
         self.variance = 0.0
 
     def add(self, loss: float, weight: float) -> None:
-        """Take in a loss with the weight that it gets."""
+        """Take in a loss with its weight in the mean."""
         self.mean += weight * (loss - self.mean)
         self.square_weight *= (1 - weight) ** 2
         self.square_weight += weight**2
 
     def add_difference(self, difference: float, weight: float) -> None:
-        """Take in how much a loss differs from the one before, with the weight that it gets."""
+        """Take in the difference of a loss to the one before, with its weight in the variance."""
         half_square = 0.5 * difference**2  # without a trend its mean is the variance
         self.variance += weight * (half_square - self.variance)
 
 
 class LastLayerGuard:
-    """Follows f_L over the steps of a run and says when multipliers have to stop growing, and when to shrink.
+    """Follows f_L over the steps of a run, and says when multipliers have to stop growing, and when they have to
+    shrink.
 
     Args:
         max_rise (`float`): the share delta >= 0 by which f_L may be above its best value so far.
@@ -102,7 +103,7 @@ class LastLayerGuard:
     WINDOW = 10  # steps: the present mean gives the newest loss the weight 1/10
     SLOW_SHARE = 4  # the slow mean gives the newest of t losses the weight 4/t
     FIRST_BEST = 20  # losses before which no best value is taken
-    OF_BEST = 2.0  # standard errors by which the best value is put higher
+    OF_BEST = 2.0  # standard errors that are added to the best value
     ENOUGH = 12.0  # evidence at which multipliers stand still
     LASTING = 24.0  # evidence at which they begin to shrink
     MOST = 3.0  # evidence that a step may add
@@ -112,7 +113,7 @@ class LastLayerGuard:
     RECOVERY = 1.02  # its factor in each step that does not shrink them
     LEAST_PACE = 0.001
     _NAMES = ("count", "previous", "best", "evidence", "acted_before", "shrinks", "pace")
-    # On disk each holds the number of the present mean and that of the slow one.
+    # On disk each holds two numbers, of the present mean and of the slow mean.
     _OF_MEANS = {"mean": "means", "square_weight": "square_weights", "variance": "variances"}
 
     def __init__(self, max_rise: float):
@@ -120,15 +121,15 @@ class LastLayerGuard:
         self.pace = 1.0
         self.shrinks = False
         self._forget()
-        # The highest present mean of the steps that shrink, and the best value of that step.
+        # The highest present mean in steps that shrink, and the best value in that step.
         self._highest: tuple[float, float] | None = None
 
     def _forget(self) -> None:
         """Know nothing of f_L, as before the first loss."""
         self.count = 0  # losses so far
         self.previous = 0.0
-        self.present = RunningMean()  # of about the last 10
-        self.slow = RunningMean()  # of about the last half
+        self.present = RunningMean()  # over about the last 10 losses
+        self.slow = RunningMean()  # over about the last half of them
         self.best = math.inf  # the upper limit of the best slow mean so far
         self.evidence = 0.0
         self.acted_before = False  # whether a multiplier acted when the evidence was last 0
@@ -154,8 +155,8 @@ class LastLayerGuard:
             self._highest = (present, self.best)
 
     def highest_rise(self) -> tuple[float, float] | None:
-        """The highest mean f_L of this process's steps in which multipliers had to shrink, and the best value of that
-        time. `None` where there was no such step."""
+        """The highest mean f_L in the steps in which multipliers had to shrink, and the best value at that time.
+        `None` if there was no such step. It counts since this program started; it is not saved."""
         return self._highest
 
     def _add_evidence(self, loss: float) -> None:
@@ -197,7 +198,7 @@ class LastLayerGuard:
 
     @property
     def variance(self) -> float:
-        """Of a single loss: the larger estimate, so that a quiet stretch is no proof."""
+        """The variance of a single loss: the larger of two estimates, since a quiet stretch proves nothing."""
         return max(self.present.variance, self.slow.variance)
 
     @property
@@ -214,7 +215,8 @@ class LastLayerGuard:
 
     @property
     def rise(self) -> float | None:
-        """By what share the present f_L is above its best value, negative below it; `None` before there is one."""
+        """How far the present f_L is above its best value, as a share; negative if below, `None` if there is no best
+        yet."""
         if math.isinf(self.best) or self.best == 0:
             return None
         return (self.present.mean - self.best) / abs(self.best)
@@ -227,8 +229,8 @@ class LastLayerGuard:
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `state_dict` gave; ValueError when names or shapes are others, or a value is not a number."""
-        # Before it was saved, every rise counted as made by the multipliers.
+        """Load what `state_dict` gave; ValueError if a name or a shape is wrong, or a value is not a number."""
+        # Earlier versions did not save `acted_before`: every rise counted as made by the multipliers.
         state = {"acted_before": torch.tensor(1.0), **state}
         expected = self.state_dict()
         for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""The dual side: one Lagrange multiplier per constraint, raised where that is violated.
+"""The Lagrange multipliers, one per constraint; a multiplier rises while its constraint is violated.
 
 One dual step (paper, Algorithm 1 and Appendix A.5), on the violations g of the same optimizer step's forward pass:
 
@@ -9,18 +9,18 @@ One dual step (paper, Algorithm 1 and Appendix A.5), on the violations g of the 
 the directions `d` and `u / c - lambda` are passed through Adam, as in the paper: the term c lambda belongs to the
 gradient (coupled), and a multiplier then moves by about eta a step whatever the size of the violation.
 
-With `optim="pi"` they go through a PI controller (nuPI; Sohrabi et al. 2024, arXiv 2406.04558), here on bounded
-directions, d' = d / 0.05 within [-1, 1], with K = 200:
+With `optim="pi"` the directions go through a PI controller (nuPI; Sohrabi et al. 2024, arXiv 2406.04558), and are
+bounded first, d' = d / 0.05 within [-1, 1], with K = 200:
 
     lambda <- [lambda + eta (d' + K (m - m_before))]_+ ,   m <- 0.9 m + 0.1 d'
 
-The second term damps: a multiplier stops to grow as soon as its violation falls. Bounded, the violations of the first
-steps, which can be a hundred times those that count in the end, neither hurl the multipliers up nor, as the second
-moment of Adam, slow them down later.
+The second term damps: a multiplier stops growing as soon as its violation falls. The violations of the first steps can
+be a hundred times those of the last ones. The bound keeps them from driving the multipliers up. In Adam they would
+also slow the multipliers down later, through the second moment.
 
 The guard on the last layer (`guard.py`) limits what a rule may do. A multiplier takes only the given share of each
-change, up or down: if growth alone were cut, a violation that swings around zero would take the multipliers down step
-by step. With the flag `shrinks` a multiplier becomes smaller by the share `SHRINKAGE` at least. The moments of the
+change, up or down. If only growth were cut, a violation that swings around zero would take the multipliers down step
+by step. With the flag `shrinks` a multiplier becomes smaller by at least the share `SHRINKAGE`. The moments of the
 rule go on meanwhile, so that it knows the present violations when it may act again.
 
 Multipliers live on the host. A step of them is two dozen operations on a few numbers, which a GPU would take longer to
@@ -41,15 +41,15 @@ RESILIENCE_FORMS = ("weight_decay", "slack")
 
 
 class Multipliers:
-    """Multipliers lambda `[L]` (and slacks u `[L]`) with their optimizer state, in float32 on the CPU.
+    """Multipliers lambda `[rows]` (and slacks u `[rows]`) with their optimizer state, in float32 on the CPU.
 
     Args:
-        num_layers (`int`): number L of multipliers: of layers, or the `num_rows` of a [`DescentProblem`] with targets.
+        num_layers (`int`): number of multipliers: one for each layer, or the `num_rows` of a [`DescentProblem`].
         learning_rate (`float`): dual step size eta > 0.
         optim (`str`): "adam", "pi" or "sgd" (plain projected ascent).
         resilience (`float`): coefficient c >= 0; 0 keeps the constraints hard.
         resilience_form (`str`): "weight_decay" or "slack".
-        slack_learning_rate (`float`): step size eta_u > 0 of the slacks; c in its place where "sgd" would not settle.
+        slack_learning_rate (`float`): step size eta_u > 0 of the slacks; "sgd" takes c instead if it would not settle.
         maximum (`float`, *optional*): cap on every multiplier.
 
     ValueError for an `optim` or a `resilience_form` of another name.
@@ -88,9 +88,9 @@ class Multipliers:
         share: float = 1.0,
         shrinks: bool = False,
     ) -> None:
-        """One dual step on the violations `[L]`; a step with a non-finite violation changes nothing.
+        """Take one dual step on the violations `[rows]`; a step with a non-finite violation changes nothing.
 
-        Of each change the multipliers take the share `share`, from 0 to 1; with `shrinks` all shrink, whatever the
+        The multipliers take a `share` of each change, from 0 to 1. With `shrinks` all of them shrink, whatever the
         violations.
         """
         violations = _as_array(violations)
@@ -100,7 +100,7 @@ class Multipliers:
         before = self.values.numpy()
         gradient = violations
         if self.resilience > 0:
-            gradient = violations - self.relaxation.numpy()  # [layers]
+            gradient = violations - self.relaxation.numpy()  # [rows]
         ascent = direction(self.optim, gradient, self.moments)
         values = (before + self.learning_rate * ascent).clip(min=0, max=self.maximum)
 
@@ -123,16 +123,17 @@ class Multipliers:
 
     @property
     def relaxation(self) -> torch.Tensor:
-        """The violations that resilience relaxes at present, `[L]`."""
+        """The violations that resilience allows at present, `[rows]`."""
         return self.slacks if self.uses_slacks else self.resilience * self.values
 
     def restart_slacks(self) -> None:
-        """Clamp the slacks to zero (paper, Appendix B.2), with their optimizer state, which would undo the clamp."""
+        """Set the slacks to zero (paper, Appendix B.2), and their optimizer state, which would move them away
+        again."""
         self.slacks.zero_()
         self.slack_moments = Moments(len(self.slacks))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[L]`, the step count `[1]`)."""
+        """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[rows]`, the step count `[1]`)."""
         tensors = {"values": self.values.clone(), "slacks": self.slacks.clone()}
         for prefix, moments in self._moments_by_prefix():
             for name in Moments.NAMES:
@@ -140,7 +141,7 @@ class Multipliers:
         return tensors
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `state_dict` gave; ValueError when names, shapes or values do not make a dual state."""
+        """Load what `state_dict` gave; ValueError if names, shapes or values are wrong."""
         for name, current in self.state_dict().items():
             _check_loaded(name, state.get(name), current.shape)
 
@@ -151,12 +152,12 @@ class Multipliers:
                 setattr(moments, name, _as_array(state[prefix + name]).copy())
 
     def _moments_by_prefix(self) -> list[tuple[str, Moments]]:
-        """What the rule remembers, by the prefix of its names in a state on disk."""
+        """The moments of multipliers and slacks, each after the prefix of its names in a saved state."""
         return [("", self.moments), ("slack_", self.slack_moments)]
 
 
 def _check_loaded(name: str, loaded: torch.Tensor | None, shape: torch.Size) -> None:
-    """ValueError where a tensor of a dual state is absent, or has another shape or values that none can have."""
+    """ValueError if a tensor of a dual state is absent, or has another shape or impossible values."""
     if loaded is None or loaded.shape != shape:
         found = "nothing" if loaded is None else tuple(loaded.shape)
         raise ValueError(
@@ -169,7 +170,7 @@ def _check_loaded(name: str, loaded: torch.Tensor | None, shape: torch.Size) -> 
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """ValueError where the argument `name` is none of its choices."""
+    """ValueError if the `value` of the argument `name` is none of its choices."""
     if value not in choices:
         raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(choices)}.")
 

@@ -37,21 +37,21 @@ class StepObjective:
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
     trained: Sequence[int]  # layers that it depends on at some step of the run
-    # (device) -> the weights of the layer losses `[L]` there, where they are known before the forward pass.
+    # (device) -> the weights of the layer losses `[L]` there; `None` if they are not known before the forward pass.
     weights: Callable[[torch.device], torch.Tensor] | None = None
 
 
 class Objective:
-    """What a run minimises; `dual` is the [`DualState`] of that run."""
+    """What a run minimises. `dual` is the [`DualState`] of the run."""
 
     name: ClassVar[str]
     is_plain: ClassVar[bool] = False  # whether it is f_L alone
     is_constrained: ClassVar[bool] = True  # whether it asks something of each layer
     has_multipliers: ClassVar[bool] = False  # whether multipliers weigh the layer losses
     moves_multipliers: ClassVar[bool] = False
-    takes_multipliers: ClassVar[bool] = False  # whether they are those of `fixed_multipliers`
+    takes_multipliers: ClassVar[bool] = False  # whether it takes them from `fixed_multipliers`
     is_linear: ClassVar[bool] = True
-    takes_coefficient: ClassVar[bool] = False  # whether `penalty_coefficient` says something
+    takes_coefficient: ClassVar[bool] = False  # whether it depends on `penalty_coefficient`
 
     def trained_layers(self, dual: "DualState") -> set[int]:
         """The layers (1-based) below the last whose losses it depends on at some step."""
@@ -66,7 +66,7 @@ class Objective:
         raise NotImplementedError
 
     def penalty(self, violations: torch.Tensor, coefficient: float) -> torch.Tensor:
-        """What one that is not linear adds to f_L for the violations `[rows]`; a scalar with their graph."""
+        """What an objective that is not linear adds to f_L for the violations `[rows]`; a scalar with their graph."""
         raise NotImplementedError
 
 

@@ -6,21 +6,23 @@
 | kind | constraint | says |
 |---|---|---|
 | descent | f_l <= (1 - alpha_l) f_prev(l) | each layer lowers the loss (the paper's constraints) |
-| steps | f_l <= (f_L / f_0)^(s / n) f_prev(l) | the same, with the alpha that leads n layers from f_0 down to f_L |
-| line | f_l <= (f_L / f_0)^(s l / L) f_0, for l < L | each layer lies below an even descent from f_0 to f_L |
+| steps | f_l <= (f_L / f_0)^(s / n) f_prev(l) | the same; n layers together go the share s of the way to f_L |
+| line | f_l <= (f_L / f_0)^(s l / L) f_0, for l < L | layer l has gone l / L of the share s of the way to f_L |
 | exit | f_k <= (1 + eps_k) f_L | a model that is cut after layer k loses at most eps_k |
-| bound | f_k <= b_k | an absolute promise |
+| bound | f_k <= b_k | the loss of layer k is at most b_k |
+
+The way to f_L leads from f_0 down, on a log scale; its share s is `descent_strength`.
 
 Conventions, stated once for the whole package:
 
 - layers are numbered l = 1..L; tensors over layers have shape `[L]` and hold layer l at index l-1;
-- multipliers and violations have shape `[rows]`. Where there are descent, steps or line constraints, the first L rows
-  are those of the layers (a layer without a constraint has violation 0 and multiplier 0); then come the exits, then
-  the bounds;
+- multipliers and violations have shape `[rows]`. If there are descent, steps or line constraints, the first L rows
+  belong to the layers (a layer without a constraint has violation 0 and multiplier 0); then come the exits, then the
+  bounds;
 - the violation of a constraint is g = f_l - c f_ref: `g <= 0` is satisfied;
 - f_0 (`initial_loss_bound`) is a fixed reference value, the loss of a constant prediction. It takes the place of the
   loss before the first constrained layer. Without it a model could meet the constraints by raising its early losses;
-- prev(l) is the constrained layer before l (l-1 when all layers are constrained); s is `descent_strength`;
+- prev(l) is the constrained layer before l (l-1 when all layers are constrained);
 - the f_L of line and steps constraints is a constant, the `level`: in training the running mean of f_L, for a verdict
   the f_L of the same data. Unless 0 < level < f_0 these constraints ask for nothing;
 - in gradients the reference of a line or an exit constraint is a constant. The Lagrangian's own gradient would raise
@@ -46,17 +48,17 @@ from .arguments import (
 )
 
 
-# The layer losses of a step are NumPy arrays where they move the multipliers, and tensors elsewhere.
+# The layer losses that move the multipliers are NumPy arrays; elsewhere they are tensors.
 Values = TypeVar("Values", torch.Tensor, np.ndarray)
 
 PATHS = ("line", "steps")  # the constraints that follow the loss of the last layer
-# The tolerance of a constraint as a share of the decrease that it asks for. Exits and bounds promise a number and have
-# none.
+# The tolerance of a constraint, as a share of the decrease that it asks for. Exits and bounds promise a number, so
+# they have none.
 TOLERANCE = 0.1
 # A layer is at chance from this share of the loss of a constant prediction on: a smaller gain is no sign of learning.
-# Log, profile and verdict all mean this.
+# Log, profile and verdict all use it.
 AT_CHANCE = 0.98
-ARGUMENTS = (  # of a problem, as they are saved; version 0.1 has fewer
+ARGUMENTS = (  # the arguments of a problem, as they are saved; version 0.1 has fewer
     "alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss", "descent_strength",
     "exit_targets", "loss_targets",
 )  # fmt: skip
@@ -69,7 +71,9 @@ class Row(NamedTuple):
     kind: str  # "descent", "steps", "line", "exit" or "bound"
     index: int  # its place in multipliers and violations
     layer: int  # 1-based
-    reference: int  # 0 for f_0, l for the loss of layer l, L + 1 for the number 1
+    reference: (
+        int  # what it refers to: 0 for f_0, l for the loss of layer l, L + 1 for the number 1
+    )
     factor: float = 1.0
     power: float = 0.0
 
@@ -85,7 +89,7 @@ class Row(NamedTuple):
 
     @property
     def least_share(self) -> float:
-        """The share of what it asks for to which a margin may lower it."""
+        """A margin multiplies what it asks for by a factor, which is at least this one."""
         if self.kind == "exit":
             return 1 / self.factor
         if self.kind == "bound":
@@ -95,7 +99,7 @@ class Row(NamedTuple):
 
 @dataclass
 class _Constants:
-    """What the constraints are, as arrays or as tensors of a type and a device; each `[constraints]` unless noted."""
+    """The constraints, as arrays or as tensors of one type and device; each `[constraints]` unless noted."""
 
     layer: Any  # the place of f_l in the layer losses
     reference: Any  # the place of f_ref in (f_0, f_1, ..., f_L, 1)
@@ -104,10 +108,12 @@ class _Constants:
     least_share: Any
     is_target: Any
     is_fixed: Any
-    follows: Any
-    row: Any  # [rows], the place of a row's constraint, or the number of constraints where it has none
+    follows: Any  # whether it depends on f_L, as line and steps do
+    # [rows], the place of each row's constraint in values of which there is one per constraint. A row without a
+    # constraint has the place after them, where `_over_rows` appends `nothing`.
+    row: Any
     ends: Any  # [2], f_0 and 1
-    nothing: Any  # [1], the violation of a row without a constraint
+    nothing: Any  # [1], 0
 
     def like(self, values: torch.Tensor) -> "_Constants":
         """The same as tensors of the type and the device of `values`."""
@@ -135,9 +141,9 @@ class DescentProblem:
             The layers of descent, steps or line constraints, 1-based and increasing; consecutive entries constrain
             each other. `None`: all.
         chance_loss (`float`, *optional*):
-            The estimated loss of the best constant prediction, where known; f_0 may lie above it.
+            The estimated loss of the best constant prediction, if known; f_0 may lie above it.
         descent_strength (`float`):
-            The share s of the decrease from f_0 to f_L, in logarithms, that line and steps constraints ask for.
+            The share s of the way from f_0 down to f_L, on a log scale, that line and steps constraints ask for.
         exit_targets (mapping from `int` to `float`, *optional*):
             eps_k >= 0 by layer k < L.
         loss_targets (mapping from `int` to `float`, *optional*):
@@ -148,8 +154,8 @@ class DescentProblem:
         num_rows (`int`): length of multipliers and violations.
         layers (`list[int]`): the layers that have a constraint, 1-based and increasing.
 
-    ValueError, naming the argument, its value and the remedy, where an argument is out of range; of the methods where
-    losses are not one per layer, or multipliers not one per row.
+    ValueError names the argument, its value and the remedy if an argument is out of range. The methods raise it if
+    there is not one loss per layer, or one multiplier per row.
     """
 
     def __init__(
@@ -194,7 +200,7 @@ class DescentProblem:
 
     @property
     def _num_layer_rows(self) -> int:
-        """The rows before those of the targets: one per layer, or none."""
+        """The number of rows before those of the targets: one per layer, or none."""
         return 0 if self.alpha is None else self.num_layers
 
     def _layer_rows(self) -> Iterator[Row]:
@@ -242,7 +248,7 @@ class DescentProblem:
 
     @classmethod
     def saved_in(cls, summary: Mapping[str, Any]) -> "DescentProblem | None":
-        """The problem in the `descent_config.json` of a run; `None` where it has none."""
+        """The problem in the `descent_config.json` of a run; `None` if there is none."""
         if "alpha" not in summary:
             return None
         return cls(**{name: summary[name] for name in ARGUMENTS if name in summary})
@@ -258,11 +264,11 @@ class DescentProblem:
 
         Args:
             layer_losses (tensor or array of shape `[L]`): f.
-            level (`float`, *optional*): the f_L that line and steps constraints lead to; by default that of f.
-            margin (`float`): lowers what targets ask by this share. An exit never asks for less than f_L, since an
-                unreachable target lets its multiplier grow without end.
-            detach (`bool`): whether the references of descent and steps constraints are constants in the gradient as
-                well.
+            level (`float`, *optional*): the f_L that line and steps constraints lead to. Default: the last of
+                `layer_losses`.
+            margin (`float`): lowers what targets ask by this share. An exit never asks for less than f_L: the
+                multiplier of a target that cannot be reached grows without end.
+            detach (`bool`): take the references of descent and steps constraints for constants in the gradient, too.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         if level is None:
@@ -282,8 +288,11 @@ class DescentProblem:
         return self._over_rows(violations)
 
     def bounds(self, layer_losses: Values) -> tuple[Values, Values]:
-        """The loss c f_ref that each constraint asks of its layer, and its tolerance: a tenth of the decrease that it
-        asks for, 0 for exits and bounds. Each `[rows]`; 0 without a constraint."""
+        """The loss c f_ref that each constraint asks of its layer, and its tolerance. Each `[rows]`; 0 without a
+        constraint.
+
+        The tolerance is a tenth of the decrease that a constraint asks for, and 0 for exits and bounds.
+        """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         constants = self._like(losses)
         level = _number(losses[-1])
@@ -301,9 +310,9 @@ class DescentProblem:
     ) -> Values:
         """Weights w `[L]` of the layer losses in the gradient of the Lagrangian, from the multipliers `[rows]`.
 
-        w_l is the sum of the multipliers of the constraints on l, and 1 more for the last layer, less factor times
-        multiplier of the descent and steps constraints that refer to l (unless `detach`); it can be negative.
-        `level`: see `violations`.
+        w_l adds up the multipliers of the constraints on l, and 1 for the last layer. Each descent or steps constraint
+        that refers to l subtracts its factor times its multiplier (unless `detach`), so w_l can be negative. `level`
+        is as in `violations`.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
         if level is not None:
@@ -334,8 +343,8 @@ class DescentProblem:
         return self.violations(layer_losses)[self._index].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether the constraints are met, by their tolerances or `tol`, with their layers and f_L not at chance. A
-        point estimate: no confidence interval."""
+        """Whether the constraints are met, within their tolerances or `tol`, and their layers and the last one are not
+        at chance. It is a point estimate, without a confidence interval."""
         beyond, learned = self.excess(layer_losses)
         if tol is not None:
             beyond = self.violations(layer_losses)[self._index] - tol
@@ -345,9 +354,9 @@ class DescentProblem:
         """How far the losses are beyond what the constraints allow, and beyond chance.
 
         The first, `[constraints]`, has violations less tolerances. The second, `[constraints + 1]`, has the losses of
-        the same layers, then f_L, less the loss from which on a layer is at chance. A model meets the constraints
-        where the former are at most 0 and the latter below 0. Without the latter, a constraint that asks for hardly
-        anything would be met by layers that have learned nothing.
+        the same layers, then f_L, less the loss from which on a layer is at chance. A model meets the constraints if
+        the first are at most 0 and the second below 0. Without the second, layers that have learned nothing would meet
+        a constraint that asks for hardly anything.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         _, tolerances = self.bounds(losses)
@@ -356,11 +365,12 @@ class DescentProblem:
         return beyond, judged - AT_CHANCE * self.chance
 
     def descent_share(self, layer_losses: torch.Tensor) -> float | None:
-        """The share of the decrease to f_L that every layer keeps up with: min over the constrained l < L of
-        log(f_0 / f_l) / ((l / L) log(f_0 / f_L)), with the estimated loss at chance as f_0.
+        """How much of an even descent to f_L every layer has done: 1 if the loss falls evenly on a log scale, 0 if a
+        layer is at chance.
 
-        1 is an even geometric descent, 0 a layer at chance. A worse last layer raises it: never quote it without f_L.
-        `None` where it says nothing: chance is not measured, f_L is not below it, or a loss is not positive.
+        It is the least of log(f_0 / f_l) / ((l / L) log(f_0 / f_L)) over the constrained l < L, with the estimated
+        loss at chance as f_0. A worse last layer raises it: never quote it without f_L. `None` if chance is not
+        measured, f_L is not below it, or a loss is not positive.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers).cpu().double()
         below_last = [layer for layer in self.constrained_layers if layer < self.num_layers]
@@ -375,7 +385,7 @@ class DescentProblem:
 
     @property
     def chance(self) -> float:
-        """The loss of guessing by which layers are judged: `chance_loss`, or f_0 where that is not known."""
+        """The loss of guessing by which layers are judged: `chance_loss`, or f_0 if that is not known."""
         return self.initial_loss_bound if self.chance_loss is None else self.chance_loss
 
     def state_dict(self) -> dict:
@@ -404,7 +414,7 @@ class DescentProblem:
         if detach or constants.is_fixed.all():
             return slopes
 
-        # A second entry in the rows that refer to the loss of a layer.
+        # Rows that refer to the loss of a layer have a second entry.
         refers = ~constants.is_fixed & (constants.reference > 0)
         rows = np.flatnonzero(refers)
         factors = constants.factor * ratio**constants.power
@@ -417,23 +427,23 @@ class DescentProblem:
         return 0 < level < self.initial_loss_bound
 
     def _ratio(self, level: float | None) -> float:
-        """level / f_0, where constraints that follow f_L ask for anything."""
+        """level / f_0; 1 if constraints that follow f_L ask for nothing."""
         if level is None or not self._is_between(level):
             return 1.0
         return level / self.initial_loss_bound
 
     def _over_rows(self, values: Values) -> Values:
-        """Values `[constraints]` in their rows, 0 in the others; `[rows]`."""
+        """Values `[constraints]`, each in the row of its constraint; 0 in the other rows. `[rows]`."""
         constants = self._like(values)
         return _library(values).concatenate([values, constants.nothing])[constants.row]
 
     def _like(self, values: Values) -> _Constants:
-        """The constants in the library, the type and the place of `values`."""
+        """The constants as arrays, or as tensors of the type and on the device of `values`."""
         if isinstance(values, np.ndarray):
             return self._arrays
         place = (values.dtype, values.device)
         if place not in self._tensors:
-            with torch.inference_mode(False):  # or no gradient could pass them later
+            with torch.inference_mode(False):  # else no gradient could pass them later
                 self._tensors[place] = self._arrays.like(values)
         return self._tensors[place]
 
@@ -447,7 +457,7 @@ class DescentProblem:
 
 
 def _library(values: Values) -> ModuleType:
-    """The module whose functions take such values."""
+    """NumPy or torch, whichever takes such values."""
     return np if isinstance(values, np.ndarray) else torch
 
 
@@ -457,7 +467,7 @@ def _number(value: Any) -> float:
 
 
 def largest_rise(layer_losses: torch.Tensor) -> float | None:
-    """max f_l / f_(l-1) - 1 over the layers l >= 2; `None` where a loss is not positive or there is one layer."""
+    """The largest f_l / f_(l-1) - 1 over the layers l >= 2; `None` if a loss is not positive or there is one layer."""
     if len(layer_losses) < 2 or not (layer_losses > 0).all():
         return None
     return (layer_losses[1:] / layer_losses[:-1]).max().item() - 1

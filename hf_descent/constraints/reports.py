@@ -1,4 +1,4 @@
-"""What a run logs of its dual side: the scalars of a step, warnings of faults, and a report at the end."""
+"""What a run logs about its dual side: the scalars of a step, warnings, and a report at the end."""
 
 import logging
 import math
@@ -24,13 +24,13 @@ logger.addFilter(
     lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank())
 )
 
-CLOSING_SHARE = 0.1  # of a run's steps: its last ones, which the closing report is about
+CLOSING_SHARE = 0.1  # the closing report is about this share of the steps, the last ones
 
 
 class DualReports:
-    """Keeps the layer losses that reports are about, and writes the reports. It reads the dual side, and changes
-    nothing of it. What steps change, the [`DualAscent`], is given to each report, so that all of its numbers are of
-    one moment.
+    """Keeps the layer losses that reports are about, and writes the reports. It does not change the dual side.
+
+    Steps change the [`DualAscent`], so each report is given it: all numbers of a report are of one moment.
 
     Args:
         dual (`DualState`): what is reported on.
@@ -63,7 +63,7 @@ class DualReports:
         self.closing.add(layer_losses)
 
     def is_first(self, subject: str) -> bool:
-        """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
+        """Whether nothing has been logged about `subject` yet; from then on it counts as logged."""
         is_first = subject not in self._reported
         self._reported.add(subject)
         return is_first
@@ -71,7 +71,7 @@ class DualReports:
     # ---- scalars ----
 
     def logs(self, ascent: DualAscent, step: int) -> dict[str, float]:
-        """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
+        """Scalars of the steps since the last call, per layer and constraint; empty if there was no usable step."""
         logged = self._logged.copy()
         self._logged.fill(0)
         self._warn_of_faults()
@@ -116,11 +116,11 @@ class DualReports:
     # ---- the closing report ----
 
     def report(self, ascent: DualAscent, advice_at_chance: str = "") -> dict[str, float]:
-        """Log what the constraints asked and what training reached in the last tenth of the run, as far as they were
-        active there; returns the largest violation as a metric. `advice_at_chance` is for constrained layers that
-        stayed at chance though the last one has learned.
+        """Log what the constraints asked and what training reached in the last tenth of the run, without the steps of
+        the warm-up. Returns the largest violation as a metric.
 
-        These means are no certificate: the model, or the multipliers, were fitted to this data.
+        `advice_at_chance` is for constrained layers that stayed at chance though the last one has learned. These means
+        are no certificate: the model, or the multipliers, were fitted to this data.
         """
         self._warn_of_faults()
         self._warn_of_rise(ascent)
@@ -155,7 +155,7 @@ class DualReports:
         return {"train_max_violation": problem.max_violation(losses).item()}
 
     def _table(self, ascent: DualAscent, losses: torch.Tensor, has_learned: bool) -> str:
-        """What each constraint asked of these losses `[L]` and what it reached, and the descent share."""
+        """A table of what each constraint asked of these losses `[L]` and what they reached, and the descent share."""
         problem = self._dual.problem
         multipliers = ascent.multipliers.values.tolist()
         asked, tolerances = problem.bounds(losses)
@@ -171,7 +171,7 @@ class DualReports:
             )
             lines.append(_line([row.name, *(f"{number:.4g}" for number in numbers)]))
 
-        if self._dual.args.layer_rows is None:  # the share is of the layers from guessing to f_L
+        if self._dual.args.layer_rows is None:  # targets alone ask for no descent
             return "\n".join(lines)
 
         share = problem.descent_share(losses) if has_learned else None
@@ -201,7 +201,7 @@ class DualReports:
     # ---- warnings ----
 
     def _warn_of_rise(self, ascent: DualAscent) -> None:
-        """Log, once, that the loss of the last layer has risen by more than its limit."""
+        """Log once that the loss of the last layer has risen by more than its limit."""
         watch = ascent.watch
         if watch is None or watch.highest_rise() is None or not self.is_first("rise"):
             return

@@ -22,7 +22,7 @@ def write_state(folder: str, tensors: dict[str, torch.Tensor], settings: dict[st
 
 
 def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors and settings of the file in a checkpoint folder; ValueError naming the file when unreadable."""
+    """Tensors and settings of the file in a checkpoint folder; ValueError names the file if it is unreadable."""
     path = os.path.join(folder, STATE_NAME)
     try:
         with safe_open(path, framework="pt") as file:

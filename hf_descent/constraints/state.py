@@ -1,4 +1,4 @@
-"""The dual side of one training run: its problem and warm-up, and when the losses of a step move the multipliers."""
+"""The dual side of a training run: its problem, its warm-up, and when the losses of a step move the multipliers."""
 
 import json
 import os
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from ..training.holdout import HeldOutRows
 
 
-# Optimizer steps between two measurements on held-out examples. One costs about a third of a step; every 8 steps that
-# is some 4 %.
+# Optimizer steps between two measurements on held-out examples. One costs about a third of a step, so that every 8
+# steps it adds some 4 %.
 DUAL_EVERY = 8
-# The settings that a checkpoint must share with the run that resumes from it.
-SCHEDULE = (
+# The settings that a checkpoint must share with the run that resumes from it. `dual_holdout` is there for checkpoints
+# of version 0.1.
+SHARED_SETTINGS = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
     "fixed_multipliers", "dual_holdout",
 )  # fmt: skip
@@ -38,16 +39,16 @@ class _Step(NamedTuple):
     """An optimizer step whose losses may be on their way to the host."""
 
     number: int
-    sums: HostCopy  # [layers + 1], of its layer losses, and what to divide them by
-    held_out: HostCopy | None  # [layers], the losses of held-out examples, where they were read
+    sums: HostCopy  # [layers + 1], the sums of its layer losses, and the number to divide them by
+    held_out: HostCopy | None  # [layers], the losses of held-out examples, if they were read
 
 
 class DualState:
     """Everything that descent training carries from step to step beside the model and its optimizer.
 
-    Its numbers are on the host: a GPU would take longer to launch what a step does with them than to compute it. The
-    layer losses of a step arrive on the device. `take_step` only sends them off to the host; `settled` waits for them
-    and moves the multipliers (see `transfer.py`). So whoever needs the multipliers calls `settled`.
+    Its numbers are on the host, since a GPU would take longer to launch the few operations on them than to compute
+    them. The layer losses of a step arrive on the device. `take_step` only sends them to the host; `settled` waits for
+    them and moves the multipliers (see `transfer.py`). So whoever needs the multipliers calls `settled`.
 
     Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
 
@@ -55,10 +56,11 @@ class DualState:
         args (`DescentArguments`): the checked arguments.
         num_layers (`int`): number of layers L.
         max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
-        start_step (`int`): the step at which the duals start; warm-up is counted from here.
-        chance (`float`, *optional*): the estimated loss of the best constant prediction, where it is known.
+        start_step (`int`): the step from which the warm-up is counted.
+        chance (`float`, *optional*): the estimated loss of the best constant prediction, if it is known.
         device (`torch.device`): where the losses arrive.
-        held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
+        held_out ([`HeldOutRows`], *optional*): the examples by whose losses the multipliers move. Default: those of
+            training.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class DualState:
     # ---- primal side ----
 
     def inactive(self, step: int) -> bool:
-        """Whether the objective of this step is f_L alone: in warm-up, and always in plain training."""
+        """Whether this step minimises only f_L: in the warm-up, and always in plain training."""
         if self.objective.is_constrained:
             return step < self.active_from
         return self.objective.is_plain
@@ -108,7 +110,7 @@ class DualState:
         return sorted({*self.objective.trained_layers(self), self.num_layers})
 
     def objective_at(self, step: int) -> StepObjective:
-        """What this step minimises."""
+        """The objective of this step, as a function of the layer losses."""
         trained = self.trained_layers
         if self.inactive(step):
             return StepObjective(_last_loss, [self.num_layers], trained, self._weight_of_last)
@@ -122,8 +124,8 @@ class DualState:
     def _weighted_sum(
         self, layer_losses: torch.Tensor, share: torch.Tensor, step: int
     ) -> torch.Tensor:
-        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. Mixed
-        # precision around a custom loop's call would round a product by `@`.
+        # Layers without weight are left out, so that a loss that is not finite does not become 0 * inf. Not by `@`:
+        # under autocast, as in a custom loop, it would run in half precision.
         weights = self.layer_weights(step)
         if len(self._trained) < self.num_layers:
             weights = weights[self._trained]
@@ -131,7 +133,7 @@ class DualState:
         return (on_device(weights, layer_losses.device) * layer_losses).sum()
 
     def _weights_on(self, device: torch.device, step: int) -> torch.Tensor:
-        """The weights `[L]` in `_weighted_sum`, on a device."""
+        """The weights `[L]` that `_weighted_sum` takes, on a device."""
         weights = np.zeros(self.num_layers)
         weights[self._trained] = self.layer_weights(step)[self._trained]
         return on_device(weights, device)
@@ -143,7 +145,7 @@ class DualState:
         return on_device(weights, device)
 
     def _penalised(self, layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        # Divided by its share, a part is the micro-batch's own mean.
+        # A part, divided by the share, is the mean over the micro-batch.
         losses = layer_losses / torch.where(share > 0, share, 1.0)
         detach = self.args.negative_weights == "detach"
         violations = self.acting_violations(losses, detach)
@@ -165,16 +167,16 @@ class DualState:
 
     @cached_property
     def _trained_on_device(self) -> torch.Tensor:
-        """The same; kept, since they would be copied from the host at every step."""
+        """The same on the device; kept, so that they are not copied there at every step."""
         return torch.tensor(self._trained.tolist(), device=self.device)
 
     # ---- dual side ----
 
     def take_step(self, sums: torch.Tensor, step: int, layers: Any = None) -> None:
-        """What follows an optimizer step: its layer losses are logged, and the dual step is taken on them or, every
-        `DUAL_EVERY` steps, on those of held-out examples, which `layers` reads.
+        """Finish an optimizer step: log its layer losses, and take the dual step.
 
-        `sums` `[L + 1]` are the sums of the layer losses, and at the end the number to divide them by. The step does
+        The dual step is on these losses, or every `DUAL_EVERY` steps on those of held-out examples, which `layers`
+        reads. `sums` `[L + 1]` has the sums of the layer losses, and then the number to divide them by. The step does
         not count if this number is 0 or a loss is not finite.
         """
         self.settled()
@@ -187,8 +189,8 @@ class DualState:
             self.settled()
 
     def settled(self) -> DualAscent:
-        """The multipliers, the guard and the averages after all steps so far, once the losses of the last one have
-        arrived."""
+        """The multipliers, the guard and the averages after all steps so far. Waits for the losses of the last
+        step."""
         if self._pending is not None:
             step = self._pending
             self._pending = None
@@ -197,7 +199,7 @@ class DualState:
 
     @property
     def multipliers(self) -> Multipliers:
-        """Those that are `settled`."""
+        """The multipliers after all steps so far."""
         return self.settled().multipliers
 
     def _take_in(self, step: _Step) -> None:
@@ -216,7 +218,7 @@ class DualState:
             self._ascent.end_warmup()
 
     def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
-        """Take in the losses `[L]` that move the multipliers; those that are not finite move nothing."""
+        """Take in the losses `[L]` that move the multipliers. If one is not finite, nothing moves."""
         is_active = not self.inactive(step)
         if is_active:
             self._reports.add_reading(layer_losses)
@@ -237,8 +239,8 @@ class DualState:
         return self._ascent.averages.is_last_below(AT_CHANCE * self.problem.chance)
 
     def level(self) -> float:
-        """The f_L to which line and steps constraints lead at present; f_0, from which they ask nothing, before any
-        step."""
+        """The f_L to which line and steps constraints lead at present. Before any step it is f_0, so that they ask for
+        nothing."""
         last_loss = self.settled().averages.last_loss
         return self.problem.initial_loss_bound if last_loss is None else last_loss
 
@@ -248,21 +250,23 @@ class DualState:
         return self.problem.violations(layer_losses, self.level(), margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
+        """Take over a problem."""
         if problem.chance_loss is None:  # it may have become known since the problem was saved
             arguments = problem.state_dict()
             arguments["chance_loss"] = self.chance
             problem = DescentProblem(**arguments)
         self.problem = problem
+        # The layers that are trained follow from the problem, so they are found anew.
         for name in ("_trained", "_trained_on_device"):
             vars(self).pop(name, None)
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
-        """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given, where the
-        arguments state none, and the multipliers, where the constraints are the same."""
+        """Take over the problem of the run whose `descent_config.json` is given, if the arguments state none, and its
+        multipliers, if the constraints are the same. It is for a model that is only evaluated."""
         saved = DescentProblem.saved_in(summary)
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
-        if self.problem is None or not building.states_other_problem(self.args):
+        if self.problem is None or not building.changes_problem(self.args):
             self._take_problem(saved)
         if self.problem.rows == saved.rows and "multipliers" in summary:
             self._ascent.take_over(summary["multipliers"], summary.get("warmup_layer_losses"))
@@ -270,7 +274,7 @@ class DualState:
     # ---- reports ----
 
     def logs(self, step: int) -> dict[str, float]:
-        """Scalars of the steps since the last call, per layer and constraint; empty where there was no usable step."""
+        """Scalars of the steps since the last call, per layer and constraint; empty if there was no usable step."""
         return self._reports.logs(self.settled(), step)
 
     def report(self, advice_at_chance: str = "") -> dict[str, float]:
@@ -278,7 +282,7 @@ class DualState:
         return self._reports.report(self.settled(), advice_at_chance)
 
     def is_first_report(self, subject: str) -> bool:
-        """Whether nothing has been logged of `subject` yet; from then on it counts as logged."""
+        """Whether nothing has been logged about `subject` yet; from then on it counts as logged."""
         return self._reports.is_first(subject)
 
     def summary(self) -> dict:
@@ -305,13 +309,13 @@ class DualState:
     # ---- checkpoints ----
 
     def save(self, folder: str, write: bool = True) -> None:
-        """Write the state into a checkpoint folder by an atomic write, where `write`."""
+        """Save the state into a checkpoint folder; only the process that is to `write` writes the file."""
         tensors, settings = self.state_dict()
         if write:
             write_state(folder, tensors, settings)
 
     def load(self, folder: str) -> None:
-        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match."""
+        """Take over the state of a checkpoint; ValueError if the number of layers or a shared setting differs."""
         self.load_state_dict(*read_state(folder), path=os.path.join(folder, STATE_NAME))
 
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
@@ -321,15 +325,15 @@ class DualState:
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
-            "schedule": self._schedule(),
+            "schedule": self._shared_settings(),
         }
 
     def load_state_dict(
         self, tensors: dict[str, torch.Tensor], settings: dict, path: str = "The state"
     ) -> None:
-        """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
+        """Take over what `state_dict` gave; ValueError if the number of layers or a shared setting differs."""
         ascent = self.settled()
-        self._check_schedule(settings["schedule"], path)
+        self._check_shared_settings(settings["schedule"], path)
 
         try:
             ascent.load_state_dict(tensors)
@@ -343,8 +347,8 @@ class DualState:
         if settings["problem"] is not None:
             self._take_problem(DescentProblem(**settings["problem"]))
 
-    def _check_schedule(self, saved: Mapping[str, Any], path: str) -> None:
-        for name, value in self._schedule().items():
+    def _check_shared_settings(self, saved: Mapping[str, Any], path: str) -> None:
+        for name, value in self._shared_settings().items():
             # Version 0.1 did not save the rule.
             saved_value = saved.get(name, value if name == "dual_optim" else None)
             if saved_value != value:
@@ -353,18 +357,19 @@ class DualState:
                     "setting, or start a new run from the checkpoint's weights with `from_pretrained`."
                 )
 
-    def _schedule(self) -> dict:
-        """As JSON gives it back. The line is "auto", as version 0.1 called a step size of its own."""
+    def _shared_settings(self) -> dict:
+        """The settings that a checkpoint must share, as plain JSON values. "line" is written as "auto", its name in
+        version 0.1."""
         args = self.args
-        schedule = {name: getattr(args, name) for name in SCHEDULE}
+        settings = {name: getattr(args, name) for name in SHARED_SETTINGS}
 
-        schedule["num_layers"] = self.num_layers
-        schedule["descent_alpha"] = "auto" if args.layer_rows == "line" else args.layer_rows
-        schedule["dual_warmup_steps"] = args.dual_settings.dual_warmup_steps
-        schedule["dual_optim"] = args.dual_settings.dual_optim
-        return json.loads(json.dumps(schedule))
+        settings["num_layers"] = self.num_layers
+        settings["descent_alpha"] = "auto" if args.layer_rows == "line" else args.layer_rows
+        settings["dual_warmup_steps"] = args.dual_settings.dual_warmup_steps
+        settings["dual_optim"] = args.dual_settings.dual_optim
+        return json.loads(json.dumps(settings))
 
 
 def _last_loss(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The objective in warm-up."""
+    """The objective in the warm-up."""
     return layer_losses[-1]

@@ -1,8 +1,7 @@
-"""The way of a few numbers between the device, where layer losses arise, and the host, where multipliers move.
+"""Moves a few numbers between the device, where layer losses arise, and the host, where multipliers move.
 
 On a GPU both ways are asynchronous. The numbers of a step are needed again when the next step has run the model's
-layers. By then they have long arrived, so the wait for them costs nothing, and the device has the work of the next
-step before it.
+layers. By then they have long arrived, so waiting for them costs nothing, and the device is busy with the next step.
 """
 
 import numpy as np

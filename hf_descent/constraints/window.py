@@ -17,7 +17,7 @@ class LossWindow:
         self._rows = np.full((self.size, num_layers), np.nan, dtype=np.float32)
 
     def add(self, layer_losses: np.ndarray) -> None:
-        """Add the losses `[L]` of a step; where one is not finite, the step takes its place but counts for nothing."""
+        """Add the losses `[L]` of a step. If one is not finite, the step takes its place but counts for nothing."""
         self._rows[self.count % self.size] = layer_losses
         self.count += 1
 
@@ -34,7 +34,7 @@ class LossWindow:
         return self._rows[steps % self.size]
 
     def restore(self, rows: np.ndarray) -> None:
-        """Take over the last `size` steps of what another window `kept`; ValueError for another number of layers."""
+        """Take over the last `size` steps that another window `kept`; ValueError for another number of layers."""
         if rows.ndim != 2 or rows.shape[1] != self._rows.shape[1]:
             raise ValueError(f"the losses of the last steps have shape {list(rows.shape)}")
         self.count = 0
@@ -44,7 +44,7 @@ class LossWindow:
 
 
 def is_below(losses: np.ndarray, bound: float) -> bool:
-    """Whether the mean of `losses` `[steps]` is below `bound` by twice its standard error; never so of 5 or fewer."""
+    """Whether the mean of `losses` `[steps]` is below `bound` by twice its standard error; False for 5 or fewer."""
     if len(losses) <= 5:
         return False
     error = losses.std(ddof=1) / len(losses) ** 0.5

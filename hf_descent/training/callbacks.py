@@ -1,4 +1,4 @@
-"""What the trainer adds to Trainer's callbacks: the dual step and readable console lines. And its messages."""
+"""The callbacks that the trainer adds, for the dual step and readable console lines, and the level of its messages."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +14,7 @@ from .checkpoints import READABLE_STATE
 
 
 def show_messages(args: TrainingArguments) -> None:
-    """Show what this package logs from `args.log_level` on; by default ("passive") what was chosen or found, too."""
+    """Show the messages of this package from `args.log_level` on; by default ("passive") from INFO on."""
     logger = logging.getLogger("hf_descent")
     if args.log_level != "passive":
         logger.setLevel(args.get_process_log_level())
@@ -30,7 +30,7 @@ ReadableState = type(READABLE_STATE, (TrainerCallback,), {})
 
 
 def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
-    """Add `callback`, and the console output below in place of Trainer's; once."""
+    """Add `callback` once, and put the console output below in place of Trainer's."""
     callbacks = {type(known): known for known in trainer.callback_handler.callbacks}
 
     if DescentCallback not in callbacks:
@@ -53,17 +53,19 @@ def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
 class DescentCallback(TrainerCallback):
     """Moves the multipliers after every optimizer step. The trainer adds it; you need not.
 
-    It calls back before training, after the optimizer's step and after every epoch.
+    It calls the trainer's methods before training, after the optimizer's step and after every epoch.
 
-    Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
-    still may meet them, at first at the price of the score.
+    Early stopping by `feasible_score` does not end a run before its constraints are met. Multipliers that still rise
+    may meet them, though the score gets worse at first.
     """
 
     before_training: Callable[[], None]
-    after_step: Callable[[bool], None]  # of whether the gradient scaler of float16 skipped the step
+    after_step: Callable[
+        [bool], None
+    ]  # gets whether the gradient scaler of float16 skipped the step
     after_epoch: Callable[[], None]
-    others: list[TrainerCallback]  # the trainer's
-    scale: float | None = None  # of the gradients, before the optimizer's step
+    others: list[TrainerCallback]  # all callbacks of the trainer
+    scale: float | None = None  # the gradient scale before the optimizer's step
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before_training()
@@ -75,7 +77,7 @@ class DescentCallback(TrainerCallback):
             self.scale = scaler.get_scale()
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        # accelerate does not see it where a fused optimizer itself leaves the weights as they are.
+        # accelerate misses the steps that a fused optimizer skips by itself.
         self.after_step(self.scale is not None and optimizer.scaler.get_scale() < self.scale)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -84,7 +86,8 @@ class DescentCallback(TrainerCallback):
             self.after_epoch()
 
     def on_epoch_end(self, args, state, control, train_dataloader=None, **kwargs):
-        # Of data without a length Trainer does not know the last step, and counts the whole run as one epoch.
+        # If data have no length, Trainer does not know the last step of an epoch, and counts the whole run as one
+        # epoch.
         if not (has_length(train_dataloader) or control.should_training_stop):
             self.after_epoch()
 
@@ -105,11 +108,11 @@ class DescentCallback(TrainerCallback):
 
 
 def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
-    """What the console shows of a logging step in training, in one line; `None` for other logs.
+    """The console's line for a logging step of training; `None` for other logs.
 
-    The last layer's loss f_L, the layer that is furthest behind (where all constraints are met, nearest to what it is
-    asked), the largest violation that training acts on (targets with their `target_margin`), and the range of the
-    multipliers.
+    It has the last layer's loss f_L, the layer that is furthest behind, the largest violation that training acts on
+    (with the `target_margin` of targets), and the range of the multipliers. If all constraints are met, the layer is
+    the one nearest to what it is asked.
     """
     violations = _by_row("violation", logs)
     if "loss" not in logs or not violations:
@@ -121,7 +124,7 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
     of = "loss"
     loss = logs[f"layer_loss_{layer}"]
     held_out = f"dual_layer_loss_{layer}"
-    if held_out in logs:  # which the violation is of
+    if held_out in logs:  # the violation is of this loss
         of = "held-out loss"
         loss = logs[held_out]
     asked = loss - violations[name]
@@ -138,7 +141,7 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
 
 
 def _by_row(name: str, logs: Mapping[str, Any]) -> dict[str, float]:
-    """The values of a quantity that is logged for each constraint, by the name of its row ("3", "exit_3")."""
+    """The values of a quantity that is logged for each constraint, by the constraint's name ("3", "exit_3")."""
     start = f"{name}_"
     return {
         key.removeprefix(start): float(value)
@@ -148,7 +151,7 @@ def _by_row(name: str, logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _range_of(name: str, values: Collection[float]) -> str:
-    """The least and the greatest of some values in words, or the one value that they all show."""
+    """Some values in words: the least and the greatest, or the one that all have."""
     least = _number(min(values))
     greatest = _number(max(values))
     if len(values) == 1:
@@ -163,7 +166,7 @@ def _number(value: Any) -> str:
 
 
 def _without_layers(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The logs without the values of single layers, which are for trackers: 4 L numbers make no readable line."""
+    """The logs without the values of single layers. Those are for trackers: 4 L numbers make no readable line."""
     return {name: value for name, value in logs.items() if not PER_LAYER.search(name)}
 
 

@@ -1,4 +1,4 @@
-"""What a run that reads its layers refuses, before any training time is spent."""
+"""Checks of a run that reads its layers, made before any training time is spent."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 @contextmanager
 def for_verdicts() -> Iterator[None]:
-    """Within it, errors about the layers of plain training, which are read to judge them, say how to do without."""
+    """Within it, errors about the layers of plain training say how to do without reading them."""
     try:
         yield
     except ValueError as error:
@@ -37,7 +37,7 @@ def for_verdicts() -> Iterator[None]:
 
 
 def check_judged(trainer: Trainer, loss_method) -> None:
-    """As [`check_supported`], of plain training whose evaluations read the layers."""
+    """ValueError if evaluations of plain training cannot read the layers; see [`check_supported`]."""
     check_supported(trainer, loss_method)
     own_method = type(trainer).compute_loss
     if not own_method.__module__.startswith("hf_descent."):
@@ -47,7 +47,8 @@ def check_judged(trainer: Trainer, loss_method) -> None:
 
 
 def check_supported(trainer: Trainer, loss_method) -> None:
-    """ValueError where this run's layers cannot be read; `loss_method` is that of the class behind the mixin."""
+    """ValueError if this run's layers cannot be read. `loss_method` is `compute_loss` of the class behind the
+    mixin."""
     _check_loss_method(loss_method)
     _check_evaluation_sets(trainer)
     _check_fine_tuning(trainer)
@@ -74,7 +75,7 @@ def _check_evaluation_sets(trainer: Trainer) -> None:
 
 
 def _check_fine_tuning(trainer: Trainer) -> None:
-    """Settings that TRL's trainer alone has."""
+    """Check settings that only TRL's trainer has."""
     args = trainer.args
     if getattr(args, "loss_type", "nll") != "nll":
         raise ValueError(
@@ -92,7 +93,7 @@ def _check_fine_tuning(trainer: Trainer) -> None:
 
 
 def _check_processes(trainer: Trainer) -> None:
-    """Ways to spread a training over devices."""
+    """Check how training is spread over devices."""
     args = trainer.args
     if args.n_gpu > 1:
         raise ValueError(
@@ -150,7 +151,7 @@ def _check_adapters(trainer: Trainer) -> None:
 
 
 def report_own_averages(args: DescentArguments) -> None:
-    """Log once where processes average over their own items in plain training, but not under other objectives."""
+    """Log once if processes average over their own items in plain training, but not under other objectives."""
     if args.world_size > 1 and not args.average_tokens_across_devices:
         logger.warning_once(
             "`average_tokens_across_devices=False` makes `objective='erm'` divide by the items of each process, as "
@@ -159,11 +160,11 @@ def report_own_averages(args: DescentArguments) -> None:
 
 
 def check_targeted_layers(trainer: Trainer) -> None:
-    """ValueError where the arguments name layers that the model does not have, as far as its config tells."""
+    """ValueError if the arguments name layers that the model does not have, as far as its config tells."""
     args = trainer.args
     config = getattr(inner_model(trainer.model), "config", None)
     depth = getattr(config, "num_hidden_layers", None)
-    # That of an encoder-decoder is the depth of its encoder.
+    # For an encoder-decoder, the config tells the depth of the encoder.
     if not isinstance(depth, int) or getattr(config, "is_encoder_decoder", False):
         return
     for name in ("exit_targets", "loss_targets"):
@@ -172,7 +173,7 @@ def check_targeted_layers(trainer: Trainer) -> None:
 
 
 def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
-    """ValueError where a trainer is given both, TypeError where the first is no function."""
+    """ValueError if a trainer is given both, TypeError if `layer_loss_fn` is no function."""
     if not (layer_loss_fn is None or callable(layer_loss_fn)):
         raise TypeError(
             f"`layer_loss_fn` is {layer_loss_fn!r}; give a function of outputs, labels and items."
@@ -207,8 +208,10 @@ def without_layers(trainer: Trainer) -> ValueError:
 
 
 def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> None:
-    """Log, once, that a head of texts finds nothing in the early layers though the last one has learned: from the end
-    of the warm-up, or a tenth of the run, on. `steps` have been trained."""
+    """Log once that early layers are at chance though the last one has learned, if the head reads one token of a text.
+
+    `steps` have been trained. It is looked at from the end of the warm-up on, and not before a tenth of the run.
+    """
     if dual.problem is None or steps < max(dual.active_from, dual.max_steps // 10):
         return
     if not reads_one_token(readout.model, readout.readout):
@@ -224,8 +227,8 @@ def report_layers_at_chance(readout: Readout, dual: DualState, steps: int) -> No
 
 
 def check_best_metric(trainer: Trainer) -> None:
-    """ValueError where the best checkpoint is to be chosen by what no evaluation of this run has: of several
-    evaluation sets each has metrics of its own."""
+    """ValueError if there are several evaluation sets, and the metric that chooses the best checkpoint belongs to none
+    of them."""
     args = trainer.args
     sets = trainer.eval_dataset
     evaluates_by_itself = not type(trainer).evaluate.__module__.startswith("hf_descent.")

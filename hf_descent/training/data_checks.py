@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_data(trainer: Trainer, readout, dual_dataset) -> None:
-    """ValueError where training could learn nothing from the rows or their labels, or parts of the data share rows."""
+    """ValueError if training could learn nothing from the rows or their labels, or parts of the data share rows."""
     rows = trainer.train_dataset
     if rows is not None and has_length(rows) and not len(rows):
         raise ValueError("`train_dataset` has no examples: check the filters that it went through.")
@@ -36,8 +36,8 @@ def check_data(trainer: Trainer, readout, dual_dataset) -> None:
 
 
 def _check_classes(model: nn.Module, argument: str, data: Any, label_names: Sequence[str]) -> None:
-    """ValueError where a column or a list with one label per row holds whole numbers that are no classes of `model`, a
-    classifier of transformers or of ours: training would end late, or abort a GPU's process."""
+    """ValueError if labels, one per row, are whole numbers that are no classes of `model`, a classifier of
+    transformers or of this package. Training would fail late, or abort a GPU's process."""
     classes = _number_of_classes(inner_model(model))
     name = _label_column(data, label_names)
     if classes is None or name is None:
@@ -60,8 +60,7 @@ def _check_classes(model: nn.Module, argument: str, data: Any, label_names: Sequ
 
 
 def _number_of_classes(model: nn.Module) -> int | None:
-    """How many classes the labels of a known classifier may be; `None` for other models, and for labels that are no
-    classes."""
+    """How many classes a known classifier has; `None` for other models, and if the labels are no classes."""
     kind = type(model)
     if not kind.__module__.startswith(("transformers.models.", "hf_descent.models.")):
         return None
@@ -73,14 +72,14 @@ def _number_of_classes(model: nn.Module) -> int | None:
 
 
 def _label_column(data: Any, label_names: Sequence[str]) -> str | None:
-    """The column or key of one label per row, in data whose rows cost nothing to read; `None` where there is none."""
+    """The column or key that has one label per row, in data that is cheap to read; `None` if there is none."""
     is_stored = is_dataset(data) and data.format["type"] != "custom"
     if not (is_stored or isinstance(data, list)) or not len(data):
         return None
     first = data[0]
     if not isinstance(first, Mapping):
         return None
-    # A collator takes "label" where there is no other, and makes whole numbers of true and false.
+    # If there is no other, a collator takes "label". It makes whole numbers of true and false.
     for name in (*label_names, "label"):
         if name in first:
             return name if np.ndim(first[name]) == 0 else None
@@ -88,11 +87,11 @@ def _label_column(data: Any, label_names: Sequence[str]) -> str | None:
 
 
 def check_positions(trainer: Trainer, dataset, name: str) -> None:
-    """ValueError where a sequence of a tokenised data set is longer than the model's table of positions."""
+    """ValueError if a sequence of a tokenised data set is longer than the model's table of positions."""
     positions = position_limit(trainer.model)
     if positions is None or not has_position_table(trainer.model):
         return
-    # Positions start afresh with every document where rows hold several.
+    # If rows hold several documents, positions start afresh with each.
     if trainer.padding_free and "seq_lengths" in dataset.column_names:
         longest = max(map(max, dataset["seq_lengths"]))
     else:
@@ -108,7 +107,7 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
 def report_dropped(kept, given, name: str, max_length: int | None) -> None:
     """Log once how many examples of `given` TRL has left out of `kept`, and why."""
     count = len(given) - len(kept)
-    if 0 < count < len(given):  # where none is left, the next check raises
+    if 0 < count < len(given):  # if none is left, the next check raises
         logger.warning_once(
             f"TRL dropped {count} of the {len(given)} examples of the {name} dataset: no token with a label is within "
             f"`max_length`={max_length}, as where the prompt alone is that long. To keep them raise `max_length`, or "
@@ -117,7 +116,7 @@ def report_dropped(kept, given, name: str, max_length: int | None) -> None:
 
 
 def check_some_labels(dataset, name: str, max_length: int | None) -> None:
-    """ValueError where no token of a tokenised data set has a label."""
+    """ValueError if no token of a tokenised data set has a label."""
     if not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
         given = f"The {name} dataset has no token with a label after masking and cutting to `max_length`={max_length}"
         raise ValueError(f"{given}: raise `max_length`, or see to the completions.")

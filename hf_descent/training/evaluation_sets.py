@@ -1,10 +1,10 @@
-"""The evaluation sets of a trainer, whose `eval_dataset` is one data set or a dict of several, by their names."""
+"""The evaluation sets of a trainer by their names; its `eval_dataset` is one data set, or a dict of several."""
 
 from typing import Any
 
 
 def evaluation_sets(eval_dataset) -> dict[str, Any]:
-    """A trainer's data sets of evaluations in training by their names, a single one as "eval_dataset"."""
+    """A trainer's evaluation sets by their names; a single set is called "eval_dataset"."""
     sets = eval_dataset
     if not isinstance(sets, dict):
         sets = {"eval_dataset": sets}
@@ -12,7 +12,7 @@ def evaluation_sets(eval_dataset) -> dict[str, Any]:
 
 
 def name_of_set(eval_dataset, dataset) -> str | None:
-    """The name of the set of a trainer's `eval_dataset` that `evaluate(dataset)` would take; `None` for other data."""
+    """The name of the trainer's evaluation set that `evaluate(dataset)` would take; `None` for other data."""
     sets = evaluation_sets(eval_dataset)
     if isinstance(dataset, str) and dataset in sets:
         return dataset  # several names may stand for one data set
@@ -24,7 +24,7 @@ def name_of_set(eval_dataset, dataset) -> str | None:
 
 
 def rows_of(eval_dataset, dataset) -> Any:
-    """The data set that `evaluate(dataset)` takes, with a trainer's `eval_dataset`; of several sets the dict."""
+    """The data set that `evaluate(dataset)` takes, given a trainer's `eval_dataset`, or the dict of several sets."""
     if dataset is None:
         return eval_dataset
     if isinstance(dataset, str) and isinstance(eval_dataset, dict):
@@ -33,7 +33,8 @@ def rows_of(eval_dataset, dataset) -> Any:
 
 
 def set_of_metric(eval_dataset, metric: str | None) -> str | None:
-    """The name of the set of a trainer's several evaluation sets that a metric is of; `None` where it is of none."""
+    """The name of the evaluation set that a metric belongs to, as `accuracy` of "a" in `eval_a_accuracy`; `None` for a
+    single set, and for a metric of none."""
     if metric is None or not isinstance(eval_dataset, dict):
         return None
     metric = metric.removeprefix("eval_")

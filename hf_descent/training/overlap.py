@@ -1,7 +1,7 @@
-"""Whether data sets share rows, as far as their identity tells.
+"""Whether data sets share rows, as far as can be told without reading them.
 
-Rows count as shared where they are the same objects, or lie at the same place in memory. Nothing is read or compared:
-rows that are equal but stored twice are not found.
+Rows count as shared if they are the same objects, or lie at the same place in memory. Rows that are equal but stored
+twice are not found.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from ..extras import is_dataset
 def share_rows(first: Any, second: Any) -> bool:
     """Whether two data sets are known to have a row in common.
 
-    Found are the same data set, a `Subset` of it, a slice of a list, what `select`, `filter` or `train_test_split`
-    leave of a `datasets.Dataset`, and the same steps of preparation on the same `datasets.Dataset`.
+    It finds the same data set, a `Subset` of it, a slice of a list, the results of `select`, `filter` and
+    `train_test_split` on a `datasets.Dataset`, and equal preparations of the same `datasets.Dataset`.
     """
     first, first_indices = _whole_and_part(first)
     second, second_indices = _whole_and_part(second)
@@ -37,7 +37,7 @@ def share_rows(first: Any, second: Any) -> bool:
 
 
 def _whole_and_part(data: Any) -> tuple[Any, np.ndarray | None]:
-    """The data set of which `data` is a part, and the indices of its rows there; `None` for all of them."""
+    """The data set that `data` is a part of, and the indices of its rows there (`None`: all of them)."""
     if isinstance(data, DataLoader):
         data = data.dataset
     indices = None
@@ -83,12 +83,12 @@ def _share_memory(
 
 
 def _places(dataset: Any, column: str, indices: np.ndarray | None) -> np.ndarray:
-    """Where each row lies: the address of the memory that holds its part of the column, and its number in there.
-    `[rows, 2]`"""
+    """The place of each row in memory, `[rows, 2]`: the address of the buffer that holds its part of the column, and
+    its number in there."""
     places = [np.empty((0, 2), dtype=np.int64)]
     for chunk in dataset.data.column(column).chunks:
         address = next((part.address for part in chunk.buffers() if part is not None), None)
-        if address is None:  # a column of nothing but `None`
+        if address is None:  # all values are `None`
             continue
         numbers = np.arange(chunk.offset, chunk.offset + len(chunk))
         places.append(np.stack([np.full(len(chunk), address), numbers], axis=1))

@@ -1,4 +1,4 @@
-"""When a run reads the losses of all layers: decided here, and asked for by every hook of the trainers."""
+"""When a run reads the losses of all layers. It is decided here, and every hook of the trainers asks for it."""
 
 from collections.abc import Callable
 from enum import Enum, auto
@@ -13,9 +13,9 @@ class RunKind(Enum):
     """The kinds of runs.
 
     PLAIN: plain training. Losses and evaluations are Trainer's own.
-    JUDGED: plain training whose evaluations read the layers as well, beside Trainer's own numbers: constraints were
-        stated, or the best model is chosen by its layers.
-    LAYERED: the objective, or a readout of the user's, reads the layers in training and in evaluations.
+    JUDGED: plain training. Evaluations read the layers beside Trainer's own numbers, because constraints were stated,
+        or the best model is chosen by its layers.
+    LAYERED: training and evaluations read the layers, because of the objective or a `readout`.
     """
 
     PLAIN = auto()
@@ -24,7 +24,7 @@ class RunKind(Enum):
 
     @classmethod
     def of(cls, trainer: Trainer, readout: Callable | None) -> "RunKind":
-        """The kind of a trainer's run, by its present arguments: a search, or plain training first, changes them."""
+        """The kind of a trainer's run, by its present arguments: a search, or `train_with_plain`, changes them."""
         args = trainer.args
         if readout is not None or not args.objective_class.is_plain:
             return cls.LAYERED
@@ -44,7 +44,7 @@ class RunKind(Enum):
 
 
 def _chooses_by_layers(trainer: Trainer) -> bool:
-    """Whether the best model is chosen by what an evaluation has only where it reads the layers."""
+    """Whether the best model is chosen by a metric that only evaluations of the layers have."""
     metric = trainer.args.metric_for_best_model
     if metric is None:
         return False

@@ -1,4 +1,4 @@
-"""What `descent_config.json` says of a run."""
+"""The contents of `descent_config.json`, which identify a run."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -20,8 +20,8 @@ from .run import DescentRun
 
 
 def saved_summary(model: nn.Module, output_dir: str) -> dict[str, Any]:
-    """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
-    output_dir = os.path.abspath(output_dir)  # which is no name on the Hub
+    """The summary that the training of a model wrote, for a model that is only evaluated; empty if it is not found."""
+    output_dir = os.path.abspath(output_dir)  # a relative path could be taken for a name on the Hub
     for folder in (loaded_from(model), output_dir):
         summary = RunFolder(folder).summary
         if summary:
@@ -32,9 +32,11 @@ def saved_summary(model: nn.Module, output_dir: str) -> dict[str, Any]:
 def run_summary(
     trainer: Trainer, run: DescentRun, command: Mapping[str, Any], readout: Callable | None
 ) -> dict[str, Any]:
-    """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
-    step costs, the dual side, or the problem by which evaluations judge plain training. That of a run that never
-    started says nothing of training."""
+    """The contents of `descent_config.json` for a run: the model, how it was trained (`command` is a part of that),
+    what a step costs, and the dual side, or the problem by which plain training is judged.
+
+    For a run that never started, only the facts about the model.
+    """
     architecture = type(inner_model(trainer.model)).__name__
     summary = {"model": architecture}
 
@@ -67,7 +69,7 @@ def _dual_summary(run: DescentRun) -> dict[str, Any]:
 def _training_summary(
     trainer: Trainer, record: RunRecord, dual: Mapping[str, Any], readout: Callable | None
 ) -> dict[str, Any]:
-    """How a model was trained, and on how many rows; `dual` is what the dual side says of itself."""
+    """How a model was trained, and on how many rows; `dual` is the summary of the dual side."""
     args = trainer.args
     summary = {
         "objective": args.objective,
@@ -78,7 +80,7 @@ def _training_summary(
     }
     seconds = seconds_of_logs(trainer.state.log_history)
     if record.resumed_from is not None:
-        summary["train_seconds"] = None  # its logs tell the time of the last part alone
+        summary["train_seconds"] = None  # the logs have only the time of the last part
     elif seconds is not None:
         summary["train_seconds"] = seconds
 
@@ -98,7 +100,7 @@ def _training_summary(
 
 
 def _model_summary(model: nn.Module, architecture: str) -> dict[str, Any]:
-    """What the config of a model says that its use needs; an adapter is saved without it."""
+    """What the use of a model needs from its config; an adapter is saved without a config."""
     config = getattr(model, "config", None)
     names = ["noise_sigma"]
     if "Classification" in architecture:

@@ -1,7 +1,7 @@
 """Searches of settings: the ranges and the metric of `Trainer.hyperparameter_search`.
 
 The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges. Here
-f_0 is measured, and the share of the descent stands for alpha.
+f_0 is measured, and `descent_strength` takes the place of alpha.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ RANGES = {
     "descent_strength": (0.25, 1.0),
     "dual_learning_rate": (2e-4, 1e-1),
 }
-# Around the lower default of `SFTDescentConfig`. A training whose own rate is below the bound searches this range.
+# For trainings whose own dual rate is below `LOW_RATE`, as by default in `SFTDescentConfig`.
 LOW_DUAL_RATES = (2e-5, 2e-2)
 LOW_RATE = 1e-3
 
@@ -29,9 +29,10 @@ def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, A
 
     Args:
         trial (`optuna.Trial`): suggests the values.
-        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, of whole numbers where both
-            are `int`; or other values, of which one is taken. Default: ranges for the learning rate, the strength and
-            the dual rate; that of the dual rate is lower where the arguments of the trainer have a low one.
+        ranges (mapping, *optional*): setting -> (least, greatest), searched on a logarithmic scale, in whole numbers
+            if both are `int`; or a list of other values to choose from. Default: ranges for `learning_rate`,
+            `descent_strength` and `dual_learning_rate`. The last is lower if the trainer's own `dual_learning_rate` is
+            low, as in [`SFTDescentConfig`].
     """
     if ranges is None:
         ranges = RANGES
@@ -59,7 +60,7 @@ def ranges_for(args) -> dict[str, Sequence]:
 
 
 def space_for(args, space: Callable | None) -> Callable | None:
-    """The `space` of a search; where it is [`hp_space`] as it is, with the ranges that suit `args`."""
+    """The `space` of a search. If it is [`hp_space`] itself, it gets the ranges that suit `args`."""
     if space is not hp_space:
         return space
     return partial(hp_space, ranges=ranges_for(args))
@@ -68,8 +69,10 @@ def space_for(args, space: Callable | None) -> Callable | None:
 def default_objective(
     objective: str, eval_dataset, direction: str | None
 ) -> tuple[Callable[..., float], str]:
-    """The metric and the direction of a search where none are given: under constraints `eval_feasible_score`, else
-    the task loss. ValueError where the `direction` is another, or several evaluation sets have one each."""
+    """The default metric and direction of a search: `eval_feasible_score` under constraints, else the task loss.
+
+    ValueError if there are several evaluation sets, or if another `direction` was given.
+    """
     if objective_class(objective).is_constrained:
         metric = "eval_feasible_score"
         best = "maximize"
@@ -77,9 +80,14 @@ def default_objective(
         metric = "eval_loss"
         best = "minimize"
 
-    if direction not in (None, best) or isinstance(eval_dataset, dict):
+    remedy = "pass `compute_objective`, a function of the metrics."
+    if isinstance(eval_dataset, dict):
+        names = ", ".join(map(str, eval_dataset))
         raise ValueError(
-            f"`direction` is {direction!r} but the default objective is `{metric}` of one `eval_dataset`, to {best}; "
-            "pass `compute_objective`, a function of the metrics."
+            f"`eval_dataset` has several sets ({names}), each with its own metrics: {remedy}"
+        )
+    if direction not in (None, best):
+        raise ValueError(
+            f"`direction` is {direction!r}, but the default objective, `{metric}`, is to {best}; {remedy}"
         )
     return itemgetter(metric), best

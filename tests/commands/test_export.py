@@ -264,6 +264,7 @@ def test_layers_are_written_without_a_tokenizer_where_nothing_needs_one(tmp_path
     assert len(short.bert.encoder.layer) == 2
     printed = capsys.readouterr().out
     assert f"No tokenizer in '{tmp_path / 'whole'}': save it there" in printed
+    assert "one of:" not in printed  # the first line of a list of reasons
     assert "hf-descent show" not in printed  # it needs the tokenizer
 
     needs_padding = LlamaForSequenceClassification(

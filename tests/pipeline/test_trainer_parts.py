@@ -137,7 +137,7 @@ def test_trials_that_share_no_objective_are_refused(tmp_path):
         "eval_steps": 2,
     }
     for objective in ("erm", "descent"):
-        with pytest.raises(ValueError, match="of one `eval_dataset`.*pass `compute_objective`"):
+        with pytest.raises(ValueError, match=r"several sets \(a, b\).*pass `compute_objective`"):
             search(
                 searcher(tmp_path, objective=objective, **several), []
             )  # before there is a trial

@@ -212,6 +212,16 @@ def test_only_the_batches_that_are_read_are_fetched(tmp_path, monkeypatch, worke
     assert rows.fetched == (21 if workers == 0 else 0)  # workers count in processes of their own
 
 
+@pytest.mark.parametrize(("share", "batches"), [(1 / 16, 1), (1, 10)])
+def test_a_reading_is_small_beside_training(tmp_path, monkeypatch, share, batches):
+    """A sixteenth of 8 steps of 16 rows is 8 rows, of ten batches of 7 the first."""
+    monkeypatch.setattr(references, "LEAST_ROWS", 1)
+    monkeypatch.setattr(references, "SHARE_OF_TRAINING", share)
+    trainer = fitted(make(tmp_path))
+    (read,) = trainer._run.references._sets[START].values()
+    assert len(read.readings[0]) == batches
+
+
 class LabelsOf(DescentTrainer):
     """Keeps the labels of the last evaluation."""
 

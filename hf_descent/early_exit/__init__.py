@@ -1,4 +1,4 @@
-"""Models that stop early: truncated ones, ones with fewer layers, and exits of single samples; and the fitted lens."""
+"""Models that stop early: cut after a layer, without some layers, or by the sample; and the tuned lens."""
 
 from .confidence import ConfidenceExit, ConfidenceReport
 from .exits import ExitProfile, exit_profile

@@ -1,4 +1,4 @@
-"""Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
+"""Early exit per sample: confident samples leave the batch, and later layers run only on the others."""
 
 import math
 import statistics
@@ -32,9 +32,9 @@ class ConfidenceReport(Result):
     """A classifier with and without early exit, on the same batches.
 
     Attributes:
-        accuracy, full_accuracy: with early exit, and of the last layer for all samples.
+        accuracy, full_accuracy: the accuracy with early exit, and with all samples read at the last layer.
         exit_shares (float64 `[L]`): share of the samples that leave after each layer.
-        speedup: ratio of the median wall-clock times of a pass over the data, timed in turns.
+        speedup: how many times faster a pass over the data is with early exit, by median wall-clock times.
         threshold, batch_size: the settings.
     """
 
@@ -47,7 +47,7 @@ class ConfidenceReport(Result):
 
     @property
     def mean_layers(self) -> float:
-        """Layers that a sample passes, on average."""
+        """The number of layers that a sample passes, on average."""
         return float(self.exit_shares @ np.arange(1, len(self.exit_shares) + 1))
 
     def __str__(self) -> str:
@@ -67,17 +67,17 @@ class ConfidenceReport(Result):
 
 
 class ConfidenceExit:
-    """A classifier each of whose samples stops at the first layer that is sure of it.
+    """Run a classifier so that each sample stops at the first layer that is sure of it.
 
-    A layer is sure where its uncertainty is below `threshold`: the entropy of the class probabilities divided by the
-    logarithm of their number, from 0 to 1. Later layers run on the rest of the batch; an accelerator synchronizes
-    after each, and embeddings, norm and head run once per layer.
+    A layer is sure if its uncertainty is below `threshold`. Uncertainty is the entropy of the class probabilities
+    divided by the logarithm of the number of classes, from 0 to 1. Later layers run only on the rest of the batch. In
+    return, embeddings, norm and head run once per layer, and an accelerator synchronizes after each layer.
 
     Args:
-        model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
-        threshold (`float`, *optional*): uncertainty below which a layer is sure (0: never); [`calibrate`] sets it.
+        model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; it runs in eval mode.
+        threshold (`float`, *optional*): uncertainty below which a layer is sure (0: never). [`calibrate`] finds one.
 
-    ValueError for a bad `threshold`, or a model of several labels a sample.
+    ValueError if `threshold` is not in [0, 1], or the model gives a sample several labels.
 
     Example:
 
@@ -99,9 +99,11 @@ class ConfidenceExit:
         self.threshold = threshold
 
     def __call__(self, **inputs) -> ModelOutput:
-        """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
+        """Classify a batch. Returns `logits` `[batch, classes]`, and `exit_layers` `[batch]`, the layer at which each
+        row was read.
 
-        ValueError for no threshold, or a model without a shared readout, class logits or states `[batch, ...]`.
+        ValueError if there is no threshold, or the model has no shared readout, no class logits or no hidden states
+        `[batch, ...]`.
         """
         if self.threshold is None:
             raise ValueError(
@@ -126,12 +128,12 @@ class ConfidenceExit:
         return ModelOutput(logits=logits, exit_layers=exit_layers)
 
     def _read(self, inputs, threshold: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each layer the numbers of those rows that none before was sure of, and their logits `[rows, classes]`."""
+        """For each layer, the rows that no layer before was sure of, by number, and their logits `[rows, classes]`."""
         reader = Readout.probe(self.model, inputs)
         forward = PartialForward(self.model, reader.stack)
         device = next(self.model.parameters()).device
         rows = torch.arange(find_batch_size(inputs), device=device)
-        state = None  # what the layer before returned
+        state = None  # the output of the layer before
 
         with (
             evaluating(self.model),
@@ -161,8 +163,8 @@ class ConfidenceExit:
         confidence: float = 0.95,
         **settings,
     ) -> "ConfidenceExit":
-        """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
-        Fewer samples give a stricter one.
+        """Set the threshold that runs the fewest layers and costs at most `max_loss` of the accuracy. Fewer samples
+        give a stricter one.
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data, not the test data.
@@ -170,7 +172,8 @@ class ConfidenceExit:
             confidence (`float`): probability that no more is lost on other such data; in [0.5, 1).
             settings: `batch_size`, `processing_class`, `data_collator` of [`~evaluation.scoring.Evaluation`].
 
-        ValueError as when called; for no data, or a bad `max_loss` or `confidence`.
+        Returns this object. ValueError if there is no data, `max_loss` or `confidence` is out of range, or the model
+        cannot be read as when it is called.
         """
         if not (0 <= max_loss <= 1 and 0.5 <= confidence < 1):
             raise ValueError(
@@ -200,9 +203,11 @@ class ConfidenceExit:
     def evaluate(
         self, dataset: Dataset | DataLoader, repeats: int = 3, **settings
     ) -> ConfidenceReport:
-        """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory.
+        """Measure accuracy and wall-clock time with and without early exit, in turns over the same batches, all in
+        memory.
 
-        `settings` as for [`calibrate`]; ValueError for no threshold, an empty `dataset` or `repeats` below 1.
+        `settings` are as in [`calibrate`]. ValueError if there is no threshold, `dataset` is empty or `repeats` is
+        below 1.
         """
         batches, labels = zip(*self._batches(dataset, settings))
         labels = torch.cat(labels)  # [samples]
@@ -231,7 +236,7 @@ class ConfidenceExit:
         )
 
     def _batches(self, dataset, settings):
-        """(inputs, labels `[batch]`) of each batch; ValueError for none, or labels that are no classes."""
+        """(inputs, labels `[batch]`) of each batch; ValueError if there is none, or labels are no classes."""
         batch = None
         for _, batch in Evaluation(self.model, dataset, **settings).batches("Early exit"):
             labels = labels_of(batch, ["labels", "label"])
@@ -254,7 +259,7 @@ def _take(kept, tree):
 def _loosest_threshold(
     unsure: np.ndarray, correct: np.ndarray, max_loss: float, confidence: float
 ) -> float:
-    """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold may cost too much.
+    """The threshold by uncertainties and hits `[layers, samples]`; 0.0 if every threshold may cost too much.
 
     Fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052): candidates are tested from
     the strictest to the first that fails, and so need no correction for their number.
@@ -274,10 +279,10 @@ def _loosest_threshold(
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
         correct_at_exit = np.take_along_axis(correct, exits[None], axis=0)[0]
         lost = correct[-1] - correct_at_exit.astype(float)  # -1, 0 or 1
-        # Were all the differences losses, their number would be binomial, of which few are far from normal.
+        # If all differences were losses, their number would be binomial, which is far from normal if they are few.
         if binom.cdf(max(lost.sum(), 0.0), len(lost), max_loss) > 1 - confidence:
             break
-        # One more than seen: that none of a few samples is lost proves little.
+        # One more loss than seen: that none of a few samples is lost proves little.
         lost = np.append(lost, 1.0)
         if lost.mean() + quantile * lost.std() / math.sqrt(len(lost)) > max_loss:
             break

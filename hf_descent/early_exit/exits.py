@@ -1,4 +1,4 @@
-"""What each exit layer of a model is worth, measured: metric, loss and latency."""
+"""Measures what each exit layer of a model is worth: metric, loss and latency."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,8 @@ class ExitProfile(Result):
         metric (`str`), greater_is_better (`bool`): name of the metric, and whether more of it is better.
         values, losses (float64 `[L]`): the metric and the task loss on held-out data.
         seconds (float64 `[L]`): wall-clock seconds per sample.
-        batch_size (`int`), device (`str`): samples per batch, and where it was measured.
-        chance (`float`, *optional*): the loss of guessing: that of the best constant prediction of these labels.
+        batch_size (`int`), device (`str`): samples per batch, and the device of the measurement.
+        chance (`float`, *optional*): the loss of guessing (of the best constant prediction of these labels).
         kept_low (float64 `[L]`, *optional*): the share that each layer keeps of the last one's metric, by the lower
             ends of 95 % intervals.
         learned (`list[bool]`, *optional*): whether each layer's loss is shown to be below 98 % of `chance`.
@@ -48,13 +48,13 @@ class ExitProfile(Result):
 
     @property
     def speedups(self) -> np.ndarray:
-        """Latency of the whole model over that of each exit, `[L]`."""
+        """How many times faster each exit is than the whole model, `[L]`."""
         return self.seconds[-1] / self.seconds
 
     @property
     def kept(self) -> np.ndarray:
-        """What each layer keeps of the last one's metric, as a share, `[L]`; of a metric where less is better, how
-        much smaller the last layer's is. Not a number, or infinite, where a metric is 0."""
+        """What each layer keeps of the last one's metric, as a share, `[L]`. If less of the metric is better, it is
+        the last layer's metric divided by the layer's. NaN or infinite if a metric is 0."""
         with np.errstate(divide="ignore", invalid="ignore"):
             if self.greater_is_better:
                 return self.values / self.values[-1]
@@ -62,7 +62,7 @@ class ExitProfile(Result):
 
     def shown(self, share: float = 0.99) -> int | None:
         """The first layer before the last that keeps at least `share` of the last layer's metric and is not at chance,
-        both with the confidence of a verdict; `None` where there is none."""
+        both with the confidence of a verdict; `None` if there is none."""
         if self.kept_low is None or self.learned is None:
             return None
         is_shown = (self.kept_low >= share) & np.array(self.learned)
@@ -85,7 +85,7 @@ class ExitProfile(Result):
 
     @property
     def headline(self) -> str:
-        """What the examples show, in words."""
+        """The first exit that the examples show to be good, in words."""
         layer = self.shown()
         depth = len(self.values)
         if layer is None:
@@ -99,16 +99,17 @@ class ExitProfile(Result):
 def exit_profile(
     model: nn.Module, dataset: Dataset | DataLoader, *, repeats: int = 3, **settings
 ) -> ExitProfile:
-    """Metric of every exit on all of `dataset`, and its latency on the first batches, the exits timed in turns.
+    """Measure the metric of every exit on `dataset`, and its latency on the first batches, with the exits timed in
+    turns.
 
     Args:
         model (`nn.Module`): a model with a shared readout, on its device.
         dataset (`Dataset` or `DataLoader`): labelled held-out data.
-        repeats (`int`): timings of each exit.
+        repeats (`int`): how often each exit is timed.
         settings: `metric`, `batch_size`, `processing_class` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError as of [`layer_profile`], or for `repeats` below 1.
+    ValueError as in [`layer_profile`], and if `repeats` is below 1.
     """
     profile = layer_profile(model, dataset, **settings)
     evaluation = Evaluation(model, dataset, **settings | {"progress": False})
@@ -139,7 +140,7 @@ def exit_profile(
 
 
 def _learned(profile: LayerProfile) -> list[bool]:
-    """Whether each layer's loss is shown not to be at chance; of none where that loss is not known."""
+    """Whether each layer's loss is shown not to be at chance; False for all if the loss at chance is not known."""
     if not profile.chance:
         return [False] * len(profile.losses)
     _, upper = limits_above_chance(profile.row_sums, profile.chance)

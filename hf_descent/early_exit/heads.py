@@ -1,4 +1,4 @@
-"""Exit heads: what may be trained between a layer of a model and the head that all its layers share.
+"""Exit heads: the parts that may be trained between a layer of a model and the head that its layers share.
 
 Source of the affine map: Belrose et al. (2023), "Eliciting Latent Predictions from Transformers with the Tuned Lens",
 arXiv 2303.08112. There it stands before the final norm; here behind it, where it becomes a part of the head.
@@ -35,13 +35,14 @@ class AffineMap(nn.Linear):
 
 
 def check_exit_head(exit_head: str | None) -> None:
-    """ValueError for an unknown exit head; `None` is none."""
+    """ValueError for an unknown exit head; `None` stands for no exit head."""
     if exit_head is not None and exit_head not in EXIT_HEADS:
         raise ValueError(f"`exit_head` is {exit_head!r}; choose of {', '.join(EXIT_HEADS)}.")
 
 
 def layers_of_exit(layers: Sequence[int], num_layers: int, exit_head: str | None) -> list[int]:
-    """The layers of the model that exits behind `layers`; a block is one more, a copy of the last layer."""
+    """The layers of a model that exits behind `layers`. The exit head "block" is one more layer, a copy of the
+    last."""
     if exit_head != "block":
         return list(layers)
     if num_layers in layers:
@@ -56,7 +57,7 @@ def prepare_exit_head(
 ) -> list[TrainerCallback]:
     """Freeze all of `model` but its norm behind the layers, or an affine map, which is put in front of its head.
 
-    Returns the callbacks that training needs. ValueError where there is no such norm, or no linear head.
+    Returns the callbacks that training needs. ValueError if there is no such norm, or no linear head.
     """
     model.requires_grad_(False)
     with probing(model):
@@ -102,8 +103,8 @@ def _norms(model: nn.Module, tail: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def reading_linear(model: nn.Module, tail: Sequence[nn.Module]) -> nn.Linear:
-    """The linear layer in front of which a map stands: a language model's head, else the first one of the modules
-    that run behind the layers, `tail`; ValueError where there is none."""
+    """The linear layer in front of which a map stands: the head of a language model, else the first linear one of the
+    modules that run behind the layers, `tail`. ValueError if there is none."""
     linears = [module for module in tail if isinstance(module, nn.Linear)]
     if not linears:
         raise ValueError(
@@ -115,8 +116,8 @@ def reading_linear(model: nn.Module, tail: Sequence[nn.Module]) -> nn.Linear:
 
 
 def untie(model: PreTrainedModel, linear: nn.Linear, inputs: Mapping[str, Any]) -> None:
-    """Give `linear` a weight that no other module of `model` shares, and say so in its config; ValueError where the
-    model then predicts something else."""
+    """Give `linear` a weight that no other module of `model` shares, and say so in its config; ValueError if the model
+    then predicts something else."""
     modules = [module for module in model.modules() if module is not linear]
     weights = {id(weight) for module in modules for weight in module.parameters(recurse=False)}
     if id(linear.weight) not in weights:
@@ -127,7 +128,7 @@ def untie(model: PreTrainedModel, linear: nn.Linear, inputs: Mapping[str, Any]) 
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
-    model.tie_weights()  # of what is tied still
+    model.tie_weights()  # ties the rest again
     with probing(model):
         logits = output_logits(model(**inputs))
     if embeddings(model, "input").weight is linear.weight or not torch.allclose(

@@ -1,4 +1,4 @@
-"""A model's forward with only some of its layers, from the hidden states that the layer before them gave."""
+"""The forward of a model through some of its layers, from the hidden states of the layer before them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from ..readout.tape import clone
 class PartialForward:
     """Runs layers `first`..`last` of `model`; embeddings, masks, norm and head are the model's own, run in each call.
 
-    `output` is what layer `last` returned, whole, in the last call; the `state` of a later one.
+    `output` is the whole output of layer `last` in the last call. Hand it to a later call as `state`.
     """
 
     def __init__(self, model, stack: LayerStack):
@@ -22,7 +22,7 @@ class PartialForward:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Calls of this object, and no others of the model, are possible inside; other threads run the model whole."""
+        """Within it, call this object and not the model. Other threads run the whole model."""
         # Begun since: `intercepted` would end in another order.
         if "_call_impl" in self.stack.layers[0].__dict__:
             raise ValueError(
@@ -33,7 +33,7 @@ class PartialForward:
             yield
 
     def __call__(self, first: int, last: int, state: Any = None, **inputs) -> Any:
-        """The outputs of `model(**inputs)` if it stopped after `last`; `state` is what layer `first - 1` returned."""
+        """The outputs of `model(**inputs)` if it stopped after `last`; `state` is the output of layer `first - 1`."""
         self.first = first
         self.last = last
         self.output = state

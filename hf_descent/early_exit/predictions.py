@@ -1,4 +1,4 @@
-"""What models of one task predict for a batch, and how far these predictions are from one another."""
+"""Reads what models of one task predict for a batch, and how far these predictions are from one another."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 
 class PredictionReader:
-    """Reads the predictions of a model and of those that are made of it. [`PredictionReader.probe`] makes it.
+    """Reads the predictions of a model and of models that are made from it. [`PredictionReader.probe`] makes it.
 
     Language models are read by their heads where that is possible: in chunks, without the logits of all tokens.
     """
@@ -36,8 +36,8 @@ class PredictionReader:
         inputs: Mapping[str, Any],
         label_names: Sequence[str] | None = None,
     ) -> "PredictionReader":
-        """Find out on a batch what the labels predict, and whether the logits of tokens can be left unmade; ValueError
-        where the batch has no labels."""
+        """Find out on a batch what the labels predict, and whether the logits of all tokens can be avoided; ValueError
+        if the batch has no labels."""
         task = TaskLoss.probe(model, inputs, label_names=label_names)
         labels = labels_of(inputs, task.label_names)
         if labels is None:
@@ -56,9 +56,9 @@ class PredictionReader:
     def outputs(
         self, model: nn.Module, call: Callable, inputs: Mapping[str, Any], by_head: bool
     ) -> Mapping[str, Any]:
-        """The outputs of `call(**inputs)`, in which `model` runs; `by_head` only what its head is given, as "hidden".
+        """The outputs of `call(**inputs)`, in which `model` runs.
 
-        There `[batch, seq, hidden]`, and no logits are made.
+        With `by_head` they are only the input of its head, "hidden" `[batch, seq, hidden]`, and no logits are made.
         """
         if not by_head:
             return call(**inputs)
@@ -72,8 +72,8 @@ class PredictionReader:
     def item_divergences(
         self, whole: Mapping[str, Any], short: Mapping[str, Any], inputs: Mapping[str, Any]
     ) -> torch.Tensor:
-        """KL(whole || short) of each labelled row or token by the outputs of two models, `[items]`; of predicted
-        numbers the squared difference of each. ValueError for several labels a row."""
+        """KL(whole || short) of each labelled row or token by the outputs of two models, `[items]`. For predicted
+        numbers, the squared difference of each. ValueError if a row has several labels."""
         target, labels = self.task.predictions(whole, inputs)
         logits, _ = self.task.predictions(short, inputs)
         model = self.task.model
@@ -88,8 +88,8 @@ class PredictionReader:
         return divergences(target, logits)[labels != IGNORE_INDEX]
 
     def token_rows(self, inputs: Mapping[str, Any], fraction: float) -> tuple[torch.Tensor, int]:
-        """Which of a batch's `batch * seq` tokens to read, a share of those that are labelled, and the number of
-        these."""
+        """Which of a batch's `batch * seq` tokens to read, as a share of the labelled ones, and the number of labelled
+        tokens."""
         tokens = self._tokens.tokens(inputs, fraction, same=True)
         rows = tokens.rows
         if tokens.samples is not None:
@@ -103,7 +103,7 @@ class PredictionReader:
 
 @contextmanager
 def head_input(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """What the head of a language model is given inside, `[batch, seq, hidden]`, as "hidden"; it makes no logits."""
+    """Within it, the head of a language model makes no logits; "hidden" is its input, `[batch, seq, hidden]`."""
     given = {}
 
     def record(head, call, hidden):
@@ -117,6 +117,6 @@ def head_input(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 def of_tokens(
     model: nn.Module, head_inputs: Mapping[str, torch.Tensor], rows: torch.Tensor
 ) -> HeadInput:
-    """What the head of `model` reads of the tokens `rows`."""
+    """The input of the head of `model` for the tokens `rows`."""
     hidden = head_inputs["hidden"].flatten(0, -2).index_select(0, rows)  # [tokens, hidden]
     return HeadInput(hidden, embeddings(model, "output"))

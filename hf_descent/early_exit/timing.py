@@ -13,8 +13,8 @@ from ..logs import progress_bar
 def turns(
     calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool
 ) -> np.ndarray:
-    """Median wall-clock seconds of each of `calls`, timed one after the other in each round, `[calls]`; ValueError
-    where `repeats` is below 1. One more round comes first, to warm up."""
+    """Median wall-clock seconds of each of `calls`, `[calls]`. Each round times all of them, one after the other; a
+    first round warms up. ValueError if `repeats` is below 1."""
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))

@@ -1,4 +1,4 @@
-"""Some of a model's layers as a model of its own: exact, and a checkpoint of the model's own class.
+"""Makes a model of some layers of another: exact, and a checkpoint of the same class.
 
 A class of this package, as after `readout="mean"`, needs `import hf_descent.models` before `from_pretrained`.
 """
@@ -25,18 +25,19 @@ logger = logging.get_logger(__name__)
 def truncate(
     model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
-    """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
+    """Make a smaller model from the first `num_layers` layers of `model`, under the same head.
 
-    Its config has the new number of layers, so it is saved and loaded like any other checkpoint. Lists with one entry
-    per layer are cut, too. The function checks that the copy's logits are those that `model` gives at that layer.
+    The copy is an ordinary checkpoint: save it by `save_pretrained`, load it by `from_pretrained`. Its config has the
+    new number of layers, and lists with one entry per layer are cut, too. Its logits are checked to be those that
+    `model` gives at that layer.
 
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
-        num_layers (`int`): layers to keep, 1..L.
-        inputs (`dict`, *optional*): a batch for `model(**inputs)`. If absent, a random one without eos is made.
+        num_layers (`int`): the number of layers to keep, 1..L.
+        inputs (`dict`, *optional*): a batch for `model(**inputs)`, for that check. Default: a small random batch.
 
-    TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
-    of range, the layers do not share one head, or no config gives exactly the first layers.
+    Returns the copy. TypeError if `model` is no `PreTrainedModel`, has adapters or is offloaded. ValueError if
+    `num_layers` is out of range, the layers do not share one head, or no config gives exactly the first layers.
     """
     plain, reader, inputs = _readable(model, inputs)
     if num_layers not in range(1, reader.num_layers + 1):
@@ -54,16 +55,16 @@ def truncate(
 def keep_layers(
     model: PreTrainedModel, layers: Sequence[int], inputs: Mapping[str, Any] | None = None
 ) -> PreTrainedModel:
-    """A standalone copy of `model` with only some of its layers, in their order, under the same head.
+    """Make a smaller model from some `layers` of `model`, in their order, under the same head.
 
-    Its logits are checked to be those of the model when the other layers hand on what they receive. Nothing is
-    trained: the loss of such a model rises, less for layers in the middle than for the first and the last ones.
+    Its logits are checked to be those of `model` when the other layers hand on what they receive. Nothing is trained,
+    so its loss is higher. Leaving out layers in the middle costs less than leaving out the first or the last ones.
 
     Args:
-        model, inputs: as for [`truncate`].
+        model, inputs: as in [`truncate`].
         layers (sequence of `int`): the layers to keep, increasing numbers in 1..L.
 
-    TypeError and ValueError as of [`truncate`].
+    Returns the copy. TypeError and ValueError as in [`truncate`].
     """
     plain, reader, inputs = _readable(model, inputs)
     layers = check_layers(layers, reader.stack)
@@ -91,9 +92,9 @@ def check_layers(layers: Sequence[int], stack: LayerStack) -> list[int]:
 
 @contextmanager
 def skipping(stack: LayerStack, kept: Sequence[int]) -> Iterator[None]:
-    """Inside, the layers of `stack` that are not `kept` (1-based) hand on the hidden state that they receive.
+    """Within it, the layers of `stack` that are not `kept` (1-based) hand on the hidden state that they receive.
 
-    A layer runs once, so that the form of its output is known; one that returns a tensor does not run again.
+    A layer that is left out runs once, to show the form of its output; if that is a tensor, it does not run again.
     """
     dropped = [layer for number, layer in enumerate(stack.layers, start=1) if number not in kept]
     running = set()
@@ -127,9 +128,9 @@ def skipping(stack: LayerStack, kept: Sequence[int]) -> Iterator[None]:
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A small batch for `model`: the token ids of its `dummy_inputs`, or images; ValueError where it reads neither."""
+    """A small batch for `model`: the token ids of its `dummy_inputs`, or images; ValueError if it reads neither."""
     name = model.main_input_name
-    vision = getattr(model.config, "encoder_config", model.config)  # which a denoiser has inside
+    vision = getattr(model.config, "encoder_config", model.config)  # a denoiser has it inside
     if name in model.dummy_inputs:
         inputs = model.dummy_inputs
     elif name == "pixel_values" and isinstance(getattr(vision, "image_size", None), int):
@@ -145,7 +146,7 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _readable(
     model: PreTrainedModel, inputs: Mapping[str, Any] | None
 ) -> tuple[PreTrainedModel, Readout, Mapping[str, Any]]:
-    """The model without the autocast of training, of the same weights, its readout, and a batch for it."""
+    """The model with the same weights but without the autocast of training, its readout, and a batch for it."""
     name = type(model).__name__
     is_bare = isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded
     if not is_bare or any(weight.is_meta for weight in model.parameters()):
@@ -178,7 +179,7 @@ def _with_layers(
     truth: torch.Tensor,
 ) -> PreTrainedModel:
     """A copy of `model` with the `kept` layers of its `stack`, whose logits on `inputs` are the `truth`; ValueError
-    where no config gives one."""
+    if no config gives one."""
     faults = []
     for field, config in _shorter_configs(model.config, stack.num_layers, kept):
         try:
@@ -209,7 +210,7 @@ def _with_layers(
 
 
 def _numbers(kept: list[int]) -> str:
-    """How an error names the layers that are kept: by the last one, where they are the first ones."""
+    """The kept layers in an error: the last one, if they are the first layers; else all."""
     if kept == list(range(1, len(kept) + 1)):
         return f" {kept[-1]}"
     return f"s {', '.join(map(str, kept))}"
@@ -226,15 +227,16 @@ def _shorter_configs(
                 setattr(cut, field, shorter)
                 yield f"{field}.{inner}", cut
         elif type(value) is int and value == num_layers and _is_about_layers(field):
-            for of_all in (False, True):  # lists of an entry per layer, whatever they are called
+            # At last also lists whose names have nothing to do with layers.
+            for of_all in (False, True):
                 yield field, _cut_config(config, field, num_layers, kept, of_all)
 
 
 def _cut_config(
     config: PreTrainedConfig, field: str, num_layers: int, kept: list[int], of_all: bool
 ) -> PreTrainedConfig:
-    """A copy of `config` whose count in `field` is that of the `kept` layers, and whose lists with an entry per layer
-    have their entries; lists whose name has nothing to do with layers only where `of_all`."""
+    """A copy of `config` for the `kept` layers: `field` has their number, and lists with one entry per layer have
+    their entries. Lists whose name has nothing to do with layers are cut only with `of_all`."""
     cut = copy.deepcopy(config)
     for name, entries in vars(config).items():
         is_list = isinstance(entries, list | tuple) and len(entries) == num_layers
@@ -274,7 +276,7 @@ def _rebuild(
     state = {name: weights[source(name)].clone() for name in short.state_dict()}
     short.load_state_dict(state, assign=True)
     short.tie_weights()
-    buffers = dict(model.named_buffers())  # those that no state holds may have been cast
+    buffers = dict(model.named_buffers())  # buffers that no state holds may have been cast
     for name, buffer in short.named_buffers():
         known = buffers.get(source(name))
         if known is not None and known.shape == buffer.shape:
@@ -287,7 +289,7 @@ def _rebuild(
 
 
 def _sources(model: nn.Module, stack: LayerStack, kept: list[int]) -> dict[str, str]:
-    """The beginnings of the names of weights in the shorter model -> in the model, for layers that have moved."""
+    """Prefix of weights in the shorter model -> their prefix in the model, for layers that have moved."""
     names = {id(module): name for name, module in model.named_modules()}
     if len(stack.layers) != stack.num_layers:
         return {}  # one module, which runs fewer times

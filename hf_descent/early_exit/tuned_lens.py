@@ -1,7 +1,7 @@
 """The tuned lens: every layer read through an affine map of its own in front of the model's head.
 
 The maps learn to predict what the last layer predicts, and the model stays as it is. A layer that is bad by the head
-alone may know much, in a form that the head cannot read: the maps tell the two apart.
+alone may know nothing, or know it in a form that the head cannot read. The maps tell the two apart.
 
 Source: Belrose et al. (2023), "Eliciting Latent Predictions from Transformers with the Tuned Lens", arXiv 2303.08112.
 Their maps stand before the final norm; these behind it, as the exit head "affine", so that they fold into the head.
@@ -37,8 +37,8 @@ NARROW = 64
 class TunedLens:
     """A map for each layer below the last, in front of the linear layer that reads hidden states behind the layers.
 
-    `maps[l - 1]` is that of layer l, x + A x + b; the identity at the start. ValueError where no linear layer follows
-    the layers.
+    `maps[l - 1]` is the map of layer l, x + A x + b, at first the identity. ValueError if no linear layer follows the
+    layers.
     """
 
     def __init__(self, model: PreTrainedModel, inputs: Mapping[str, Any]):
@@ -54,13 +54,13 @@ class TunedLens:
     def layer_outputs(
         self, inputs: Mapping[str, Any], read: Callable[[Callable], Any] | None = None
     ) -> Iterator[Any]:
-        """The outputs that `model(**inputs)` has if it stops after layer 1..L, through that layer's map.
+        """For each layer 1..L, the outputs of `model(**inputs)` if it stopped there, through the map of the layer.
 
-        `read(call)` makes other outputs of the model's call, which takes the inputs.
+        `read(call)`, if given, makes the outputs from a call of the model, which takes the inputs.
         """
         forward = PartialForward(self.model, self.stack)
         off = off_in_replay(self.model, self.stack)
-        state = None  # what the layer before returned
+        state = None  # the output of the layer before
         with switched_off(off), forward.attached():
             for layer in range(1, self.stack.num_layers + 1):
                 call = partial(forward, layer, layer, state)
@@ -71,7 +71,7 @@ class TunedLens:
 
     @contextmanager
     def _mapped(self, layer: int) -> Iterator[None]:
-        """Inside, the linear layer is given what the map of `layer` makes of its input; the last layer has none."""
+        """Within it, the input of the linear layer goes through the map of `layer`; the last layer has none."""
         if layer > len(self.maps):
             yield
             return
@@ -93,12 +93,13 @@ def fit_lens(
     Args:
         model (`PreTrainedModel`): a classifier or a language model, on its device; it is left as it is.
         dataset (`Dataset` or list): labelled examples. Labels only say what is read.
-        steps, learning_rate, seed: of AdamW, whose rate rises for a twentieth of the steps and falls to 0, and of the
-            order of the rows. The default rate is 0.01 up to a width of 64, and falls with the width.
+        steps, learning_rate: settings of AdamW. The rate rises for a twentieth of the steps, then falls to 0. Its
+            default is 0.01 up to a width of 64, and less for wider models.
+        seed: seed of the order of the rows.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError where no linear layer follows the layers, for several labels a row, or a data set without rows.
+    ValueError if no linear layer follows the layers, a row has several labels, or the data set has no rows.
     """
     evaluation = Evaluation(model, dataset, **settings)
     evaluation.dataset = Subset(dataset, _order(dataset, steps * evaluation.batch_size, seed))
@@ -123,7 +124,7 @@ def fit_lens(
 
 
 def _order(dataset: Dataset | list, count: int, seed: int) -> list[int]:
-    """The numbers of `count` rows, all of them in a new order in each pass; ValueError where there are none."""
+    """The numbers of the next `count` rows, in a new order in each pass over the data; ValueError if it has none."""
     if not len(dataset):
         raise ValueError("`dataset` is empty; give labelled examples of training.")
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +137,7 @@ def _order(dataset: Dataset | list, count: int, seed: int) -> list[int]:
 def _divergence(
     fitted: TunedLens, reader: PredictionReader, inputs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The divergence of each layer from the last one, a mean over what is read of the batch, summed over layers."""
+    """The mean divergence of each layer from the last one on a batch, summed over layers."""
     if reader.reads_heads:
         losses = _token_divergences(fitted, reader, inputs)
     else:
@@ -148,7 +149,7 @@ def _divergence(
 def _token_divergences(
     fitted: TunedLens, reader: PredictionReader, inputs: Mapping[str, Any]
 ) -> list[torch.Tensor]:
-    """The divergences of the tokens that are read at each layer below the last, `[tokens]` each, without logits."""
+    """The divergence of each token that is read, for each layer below the last, `[tokens]` each. Makes no logits."""
     model = fitted.model
     fraction = 1.0
     if fitted.linear.out_features >= LARGE_VOCABULARY:

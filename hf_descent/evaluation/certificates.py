@@ -1,10 +1,10 @@
 """The verdict: for each constraint, whether held-out data show with confidence that it is met.
 
 It assumes independent examples of the distribution that you care about. None of them may have trained this model or
-chosen it. The verdict is about the layer losses of one model; it does not claim the constants of the paper's theorems,
+chosen it. The verdict is about the layer losses of one model. It does not claim the constants of the paper's theorems,
 which cannot be measured.
 
-In code a constraint is also called a row of the problem. A row of the data is called an example where both occur.
+In code a constraint is also called a row of the problem. A row of the data is called an example if both occur.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,43 +38,45 @@ ALSO_SELECTED = (
 
 @dataclass
 class Certificate(Result):
-    """The verdict: what each of K constraints asked, what its layer reached, and whether it is met; layer l at index
-    l-1.
+    """The verdict on K constraints: what each asked, what its layer reached, and whether it is met.
 
-    f_l is the loss of layer l, and chance the loss of guessing. A layer is at chance above 98 % of that loss.
+    `print` shows it as a table, and `headline` is one line. f_l is the loss of layer l, at index l-1. Chance is the
+    loss of guessing; a layer is at chance if its loss is above 98 % of that.
 
     Attributes:
         losses (float64 `[L]`): f_l.
         rows (`list[str]`): names of the constraints.
         asked (float64 `[K]`): the loss that each constraint asks its layer to be below.
         reached (float64 `[K]`): the loss of that layer.
-        tolerances (float64 `[K]`): by how much it may be missed.
-        radii (float64 `[K]`): from `reached - asked - tolerances` to the upper end of its (paired) interval; not a
-            number where there is none.
-        verdicts (`list[str]`): "met" where this interval lies below 0, and the intervals of the layer's loss and of
-            f_L show that neither is at chance. "not met" where this interval lies above 0, or the layer is shown to be
-            at chance. Else "not shown".
-        feasible (`bool`): whether every constraint is met; as sure as each of them is (an intersection-union test).
+        tolerances (float64 `[K]`): by how much the layer may miss what is asked.
+        radii (float64 `[K]`): the distance from `reached - asked - tolerances` to the upper end of its (paired)
+            interval; NaN if there is none.
+        verdicts (`list[str]`): "met" if this interval lies below 0, and the intervals of the layer's loss and of f_L
+            show that neither is at chance. "not met" if this interval lies above 0, or the layer is shown to be at
+            chance. Else "not shown".
+        feasible (`bool`): whether every constraint is met. It is as sure as each of them (an intersection-union test).
         has_learned (`bool`): whether the constrained layers and the last are shown not to be at chance.
         max_violation (`float`): the largest violation, in units of the loss.
         shortfall (`float`): how much of the way from chance down to what is asked the worst layer may still miss, as a
-            share, by the upper end of its interval; 0 where every constraint is within its tolerance.
+            share, by the upper end of its interval; 0 if every constraint is within its tolerance.
         descent_share (`float`, *optional*): see [`DescentProblem.descent_share`].
         largest_rise (`float`, *optional*): the largest rise of the loss from a layer to the next, as a share.
         gamma (`float`): noise level of the input.
-        confidence (`float`): of each interval, which has two sides: *met* is wrong in (1 - confidence) / 2 of cases.
-        multipliers (`list[float]`, *optional*): of each constraint, in the training.
+        confidence (`float`): the confidence of each interval, which has two sides: *met* is wrong in
+            (1 - confidence) / 2 of cases.
+        multipliers (`list[float]`, *optional*): the multiplier of each constraint in training.
         warmup_share (`float`, *optional*): the descent share after warm-up, on the data that move the multipliers.
-        items (`int`, *optional*): labelled examples, tokens or numbers of the data.
+        items (`int`, *optional*): the number of labelled examples, tokens or numbers in the data.
         also_selected (`bool`): whether training is known to have used some of these examples, or may have chosen its
-            checkpoint or settings by them: the confidence is then less than it says.
+            checkpoint or settings by them. The true confidence is then lower.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
-        reasons (`list[str]`, *optional*): why each constraint is not met, in words; empty where it is.
-        examples (`int`, *optional*): the independent parts of the data that the intervals are made of; of packed texts
-            documents.
-        whole_batches (`int`): how many of these are whole batches, of which no loss of a single example is known.
-        price ([`~evaluation.price.Price`], *optional*): f_L beside what it was before, and beside plain training.
+        reasons (`list[str]`, *optional*): why each constraint is not met, in words; empty if it is met.
+        examples (`int`, *optional*): the number of independent parts of the data, on which the intervals are based.
+            They are examples; of packed texts, documents.
+        whole_batches (`int`): how many of these are whole batches, because the losses of single examples are not
+            known.
+        price ([`~evaluation.price.Price`], *optional*): f_L beside its earlier values, and beside plain training.
     """
 
     losses: np.ndarray
@@ -110,7 +112,7 @@ class Certificate(Result):
 
     @property
     def outcome(self) -> str:
-        """Whether all constraints are met, in a word: "met", "not met" or "not shown"."""
+        """Whether all constraints are met: "met", "not met" or "not shown"."""
         if self.feasible:
             return MET
         if NOT_MET in self.verdicts:
@@ -194,20 +196,21 @@ def certify(
     reads_one_token: bool = False,
     **facts: Any,
 ) -> Certificate:
-    """The verdict on a problem from held-out data; ValueError where `confidence` is no level.
+    """Judge a problem by held-out data; ValueError if `confidence` is no level.
 
     Args:
         problem ([`DescentProblem`]): what was asked.
-        rows (float64 `[n, L + 1]`): of each row of the data the sums of its losses at each layer, and its items.
+        rows (float64 `[n, L + 1]`): for each row of the data, the sum of its losses at each layer, and its items.
         confidence, gamma, facts: as in the [`Certificate`]; facts are `warmup_share`, `also_selected`, `data_name`,
             `whole_batches`.
-        multipliers (`[rows]`, *optional*): those of the training.
-        chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
-            it is not known: labels of another distribution, or fewer of them, have another one.
-        items (`int`, *optional*): what the losses are averaged over, where the last column holds weights.
+        multipliers (`[rows]`, *optional*): the multipliers of the training.
+        chance (`float`, *optional*): the least loss of a constant prediction on these very data. If it is not known,
+            nothing is met: labels of another distribution, or fewer labels, have another one.
+        items (`int`, *optional*): the number of items that the losses are averaged over, if the last column of `rows`
+            holds weights.
         references (sequence of [`~evaluation.price.Reference`]): f_L at earlier times of the run.
-        max_last_layer_rise (`float`, *optional*): no row is met where f_L is shown to be above one of these by more
-            than this share.
+        max_last_layer_rise (`float`, *optional*): no constraint is met if f_L is shown to be above one of these by
+            more than this share.
         plain (`float` or [`LayerProfile`], *optional*): f_L of plain training on the same data. Only a profile can
             show that f_L is above it by more than `max_last_layer_rise`; the headline then says so.
         has_price (`bool`): whether to say the price; plain training has none.
@@ -260,8 +263,8 @@ def certify(
 
 
 def plain_reference(plain: "float | Result | Reference | Mapping[str, Any]") -> Reference:
-    """f_L of a plain run, given as a number, as its profile on the same data, or as what this function returned (also
-    as JSON has it)."""
+    """f_L of a plain run as a [`Reference`]. It is given as a number, as the profile of that run on the same data, or
+    as a [`Reference`], which may come from JSON."""
     if isinstance(plain, Reference):
         return plain
     if isinstance(plain, Mapping):
@@ -274,7 +277,7 @@ def plain_reference(plain: "float | Result | Reference | Mapping[str, Any]") -> 
 
 
 def _on_cpu(problem: DescentProblem, chance: float | None) -> DescentProblem:
-    """The problem on the CPU, with the loss at chance that is the least of those known."""
+    """The problem on the CPU, judged by the least of the known losses at chance."""
     arguments = problem.state_dict()
     known = [loss for loss in (arguments["chance_loss"], chance) if loss]
     arguments["chance_loss"] = min(known, default=None)
@@ -283,10 +286,10 @@ def _on_cpu(problem: DescentProblem, chance: float | None) -> DescentProblem:
 
 @dataclass
 class _Judged:
-    """What the verdict on each of R rows is told from.
+    """The numbers that decide the verdict on each of R rows of a problem.
 
-    Values and limits are of the excess of each row, of the excess over chance of each row's layer, and of that of the
-    last layer: below 0 a row is met, and a layer is not at chance.
+    `values` are the excess of each row, then the excess over chance of each row's layer and of the last layer. `lower`
+    and `upper` are the limits of their intervals. Below 0 a row is met, and a layer is not at chance.
     """
 
     problem: DescentProblem
@@ -308,7 +311,7 @@ class _Judged:
         chance: float | None,
         price: Price | None,
     ) -> "_Judged":
-        """From the sums of rows of the data; the other arguments are as for `certify`."""
+        """Judge by the sums of rows of the data; the other arguments are as in `certify`."""
 
         def beyond(losses: np.ndarray) -> np.ndarray:
             return problem.excess(torch.from_numpy(losses))[0].numpy()
@@ -364,7 +367,7 @@ class _Judged:
 
     @property
     def radii(self) -> np.ndarray:
-        """From the excess of each row to its upper limit, `[R]`; not a number where there is none."""
+        """The distance from the excess of each row to its upper limit, `[R]`; NaN if there is none."""
         count = len(self.problem.rows)
         asks_nothing = [self.asks_nothing(place) for place in range(count)]
         is_unknown = np.isinf(self.upper[:count]) | np.isnan(self.values[:count]) | asks_nothing
@@ -378,12 +381,12 @@ class _Judged:
         return float((miss / (self.problem.chance - asked).clip(min=SMALLEST)).max())
 
     def asks_nothing(self, place: int) -> bool:
-        """Whether the row follows f_L, and there is no way down to it."""
+        """Whether the row follows f_L, which is not below f_0, so that it asks for nothing."""
         row = self.problem.rows[place]
         return row.power > 0 and not 0 < self.losses[-1] < self.problem.initial_loss_bound
 
     def reason(self, place: int, verdict: str) -> str:
-        """Why a row is not met; empty where it is."""
+        """Why a row is not met; empty if it is met."""
         if verdict == MET:
             return ""
         if verdict == NOT_MET:
@@ -401,7 +404,7 @@ class _Judged:
         return self.price.reason
 
     def _why_no_verdict(self) -> str | None:
-        """What keeps every row from being met."""
+        """The fault that keeps all rows from being met; `None` if there is none."""
         if self.problem.num_layers < 2:
             return "the model has one layer"
         if not (self.losses > 0).all():
@@ -433,9 +436,10 @@ class _Judged:
         return "interval too wide" + self._examples_needed(place)
 
     def _examples_needed(self, place: int) -> str:
-        """How many would do if all went on as it is: intervals shrink with the root of their number."""
+        """How many examples would show it, if the values stay as they are: intervals shrink with the root of their
+        number."""
         radius = self.upper[place] - self.values[place]
-        if not self.values[place] < -0.05 * radius:  # at the edge of it, no number would
+        if not self.values[place] < -0.05 * radius:  # at the edge no number would show it
             return ""
         needed = self.examples * (radius / self.values[place]) ** 2
         return f"; some {float(f'{needed:.2g}'):,.0f} examples would do"
@@ -446,6 +450,6 @@ class _Judged:
 
     @property
     def _remedy(self) -> str:
-        """What helps a layer at chance where the last one has learned."""
+        """What helps a layer at chance if the last one has learned."""
         has_remedy = self.reads_one_token and self.upper[-1] < 0
         return '; try `readout="mean"`' if has_remedy else ""

@@ -1,4 +1,4 @@
-"""What constraints cost: the loss of the last layer beside what it was before, and beside plain training."""
+"""The price of constraints: the loss of the last layer beside its earlier values, and beside plain training."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +20,12 @@ class Reference:
 
     Attributes:
         name (`str`): the time, in words; or `PLAIN`.
-        loss (`float`): f_L then.
-        upper (`float`, *optional*): the upper end of its 95 % interval; `None` where there were too few examples.
-        rows (float64 `[n, 2]`, *optional*): for each row of the data that is judged, the loss then, summed over its
-            items, and the number of items; zeros where it was not measured. `None` where these are not known.
-        is_same_data (`bool`): whether the loss is known to be of the data that is judged. Else it is shown, and
+        loss (`float`): f_L at that time.
+        upper (`float`, *optional*): the upper end of its 95 % interval; `None` if there were too few examples.
+        rows (float64 `[n, 2]`, *optional*): for each row of the data that is judged, the loss at that time, summed
+            over its items, and the number of items; zeros for rows that were not measured. `None` if they are not
+            known.
+        is_same_data (`bool`): whether the loss is known to be of the data that is judged. Else it is shown, but
             decides nothing: harder examples would look like a rise.
     """
 
@@ -43,8 +44,8 @@ class Reference:
     def measured(
         cls, name: str, rows: np.ndarray, is_same_data: bool, is_paired: bool = True
     ) -> "Reference":
-        """The reference of `rows` `[n, 2]`, which are of the data that is judged or of other data, and can be paired
-        with the rows that are judged or not."""
+        """The reference of losses `rows` `[n, 2]`. `is_same_data`: they are of the data that is judged. `is_paired`:
+        they can be paired with the rows that are judged."""
         measured = rows[rows[:, 1] > 0]
         _, upper = _mean_limits(measured)
         return cls(
@@ -58,8 +59,8 @@ class Reference:
     def is_exceeded(self, last_layer: np.ndarray, share: float) -> bool:
         """Whether f_L is now above this by more than `share`, with 95 % confidence.
 
-        `last_layer` `[n, 2]` are the sums of f_L over each row, and the items. Rows that cannot be paired must have
-        intervals that do not meet. A loss of other data is never exceeded.
+        `last_layer` `[n, 2]` has the sum of f_L over each row, and the items. If the rows cannot be paired, the two
+        intervals must not meet. A loss of other data is never exceeded.
         """
         if not self.is_same_data:
             return False
@@ -80,8 +81,10 @@ class Reference:
 def on_same_rows(
     times: Iterable[str], readings: Iterable[np.ndarray], count: int
 ) -> list[Reference]:
-    """References from earlier readings `[rows, 2]` of the rows that are judged, one for each of `times`; those that
-    read none of the rows are left out. Where the rows were added up to `count` groups, they cannot be paired."""
+    """References from earlier readings `[rows, 2]` of the rows that are judged, one for each of `times`.
+
+    Readings of none of the rows are left out. If the rows were added up to `count` groups, they cannot be paired.
+    """
     return [
         Reference.measured(time, rows, is_same_data=True, is_paired=len(rows) == count)
         for time, rows in zip(times, readings)
@@ -90,25 +93,25 @@ def on_same_rows(
 
 
 def with_paired(unpaired: Iterable[Reference], paired: Iterable[Reference]) -> list[Reference]:
-    """References `unpaired`, one for each time, with those in their place that are `paired` with the rows judged."""
+    """The references `unpaired`, one for each time, each replaced by the one in `paired` with its name, if any."""
     by_name = {reference.name: reference for reference in paired}
     return [by_name.get(reference.name, reference) for reference in unpaired]
 
 
 @dataclass
 class Price:
-    """f_L beside the losses that it is compared with, as far as they are known.
+    """f_L, and the losses that it is compared with, as far as they are known.
 
     Attributes:
         loss (`float`): f_L.
         plain (`float`, *optional*): f_L of plain training.
         references (`dict`): f_L at earlier times, by their names.
-        of_other_data (`list[str]`): the names of those that were measured on other data.
-        allowed (`float`, *optional*): by what share f_L may be above these (`max_last_layer_rise`).
-        exceeded (`str`, *optional*): the name of one that f_L is above by more, with 95 % confidence.
-        exceeds_plain (`bool`): whether f_L is above that of plain training by more, with 95 % confidence.
-        limits (`list[float]`, *optional*): the 95 % interval of `share`, paired by example; `None` where plain
-            training was not measured on the same examples, or on too few.
+        of_other_data (`list[str]`): the names of the references that were measured on other data.
+        allowed (`float`, *optional*): the share by which f_L may be above a reference (`max_last_layer_rise`).
+        exceeded (`str`, *optional*): the name of a reference that f_L exceeds by more, with 95 % confidence.
+        exceeds_plain (`bool`): whether f_L exceeds that of plain training by more, with 95 % confidence.
+        limits (`list[float]`, *optional*): the 95 % interval of `share`, paired by example; `None` if plain training
+            was not measured on the same examples, or on too few.
     """
 
     loss: float
@@ -122,14 +125,14 @@ class Price:
 
     @property
     def share(self) -> float | None:
-        """By what share f_L is above that of plain training; `None` without a plain run, or one of no loss."""
+        """The price: how far f_L is above that of plain training, as a share. `None` if that is not known, or 0."""
         if not self.plain:
             return None
         return self.loss / self.plain - 1
 
     @property
     def text(self) -> str:
-        """The price in a few words, with its interval where that is known."""
+        """The price in a few words, with its interval if that is known."""
         if self.share is None:
             return "unknown"
         text = percent(self.share)
@@ -140,7 +143,7 @@ class Price:
 
     @property
     def reason(self) -> str:
-        """Why no row is met where the price is too high."""
+        """Why no constraint is met if the price is too high."""
         before = self.references[self.exceeded]
         if before <= 0:
             return f"f_L was {before:.4g} {self.exceeded}"
@@ -152,7 +155,7 @@ class Price:
 
     @property
     def warning(self) -> str | None:
-        """That the model is worse than plain training makes it, where this is shown; `None` elsewhere."""
+        """The warning that plain training makes a better model, if this is shown; else `None`."""
         if not self.exceeds_plain or self.share is None:
             return None
         return (
@@ -184,8 +187,8 @@ def price_of(
 
     Args:
         rows (float64 `[n, L + 1]`): as `certify` takes them.
-        references: f_L at earlier times; also as JSON has them.
-        allowed (`float`, *optional*): by what share f_L may be above these.
+        references: f_L at earlier times; they may come from JSON.
+        allowed (`float`, *optional*): the share by which f_L may be above a reference.
         plain ([`Reference`], *optional*): f_L of plain training.
     """
     last_layer = rows[:, -2:]
@@ -208,8 +211,8 @@ def price_of(
 
 
 def _limits_of_share(last_layer: np.ndarray, plain: Reference) -> list[float] | None:
-    """The 95 % interval of the share by which f_L is above that of plain training on the same rows, whose sums and
-    items `last_layer` `[n, 2]` are."""
+    """The 95 % interval of the price, if plain training was measured on the same rows. `last_layer` `[n, 2]` has the
+    sum of f_L over each row, and the items."""
     if plain.rows is None or len(plain.rows) != len(last_layer) or len(last_layer) < LEAST_ROWS:
         return None
     before = plain.rows[:, 0]
@@ -223,13 +226,13 @@ def _limits_of_share(last_layer: np.ndarray, plain: Reference) -> list[float] | 
 
 
 def percent(share: float) -> str:
-    """A change as people read it, such as "-1.5 %"; "+0.0 %" for one that rounds to none."""
+    """A change as people read it, such as "-1.5 %"; "+0.0 %" if it rounds to zero."""
     rounded = round(100 * share, 1) + 0.0  # -0.0 + 0.0 is 0.0
     return f"{rounded:+.1f} %"
 
 
 def _beside(loss: float, other: float, limits: Sequence[float] | None = None) -> str:
-    """Another loss, and how far `loss` is above it, with the interval of that where it is known."""
+    """Another loss, and how far `loss` is above it, with the interval if it is known."""
     if other <= 0:  # a denoiser that copies its clean input has a loss of 0
         return f"{other:.4g}"
     change = percent(loss / other - 1)

@@ -40,7 +40,7 @@ SHARE_IN_WORDS = (
 
 @dataclass
 class LayerProfile(Result):
-    """Loss and metric of the model if it stopped after each of its L layers, on held-out data; layer l at index l-1.
+    """Loss and metric on held-out data if the model stopped after each of its L layers; layer l is at index l-1.
 
     `print(profile)` shows the table, and `profile.certificate()` is the verdict on the constraints.
 
@@ -50,20 +50,21 @@ class LayerProfile(Result):
         values (float64 `[L]`): the metric of each layer.
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
-        value_radii (float64 `[L]`, *optional*): half-widths of the 95 % intervals of `values`; not a number with too
-            few examples.
+        value_radii (float64 `[L]`, *optional*): half-widths of the 95 % intervals of `values`; NaN with too few
+            examples.
         kept_low (float64 `[L]`, *optional*): lower ends of the 95 % intervals of what each layer keeps of the last
             layer's metric, as a share.
-        items (`int`, *optional*): what the losses are averaged over.
-        scale (`float`): factor of the rmse.
+        items (`int`, *optional*): the number of items that the losses are averaged over.
+        scale (`float`): factor by which the rmse was multiplied.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
-        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
-        facts (`dict`): what a verdict on `problem` says of the training, see [`certify`].
-        row_sums (float64 `[examples, L + 1]`, *optional*): of each example the sums of its losses and its items, the
-            source of the intervals of the loss and of the verdict.
-        whole_batches (`int`): how many of these are whole batches, in which no loss of a single example is known.
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, if it is known.
+        facts (`dict`): what a verdict on `problem` says about the training, see [`certify`].
+        row_sums (float64 `[examples, L + 1]`, *optional*): for each example, the sum of its losses at each layer, and
+            its items. The intervals of the losses and the verdict come from them.
+        whole_batches (`int`): how many of these are whole batches, because the losses of single examples are not
+            known.
         references (`list`): f_L at earlier times of the run, see [`certify`].
-        batch_size (`int`, *optional*): of the batches that `data` tells of.
+        batch_size (`int`, *optional*): the batch size with which `data` was computed.
     """
 
     metric: str
@@ -94,12 +95,16 @@ class LayerProfile(Result):
 
     @property
     def ending(self) -> str:
-        """The end of its file's name: "" without noise (`layer_profile`), else as in `layer_profile_gamma_0.5`."""
+        """The end of the name of its file: "" without noise (`layer_profile`), else as in
+        `layer_profile_gamma_0.5`."""
         return f"_gamma_{self.gamma:g}" if self.gamma else ""
 
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
-        """The verdict: what each constraint asked, and whether it is met; `facts` as for [`certify`], in place
-        of the profile's. ValueError without a problem, or where the profile `plain` is of other data."""
+        """The verdict: what each constraint asked, and whether it is met.
+
+        `facts` are as in [`certify`], and replace those of the profile. ValueError if there is no problem, or if the
+        profile `plain` is of other data.
+        """
         if self.problem is None:
             raise ValueError(
                 "The profile has no constraints to judge: it was measured without `problem` or by an earlier version, "
@@ -122,7 +127,7 @@ class LayerProfile(Result):
         )
 
     def check_same_data(self, other: "LayerProfile") -> None:
-        """ValueError for a profile of other examples, in other batches or at another noise level."""
+        """ValueError if another profile is of other examples, other batches or another noise level."""
         if (other.data, other.gamma) != (self.data, self.gamma):
             raise ValueError(
                 "The two profiles are not of the same examples in the same batches, at one noise level: measure both "
@@ -130,8 +135,7 @@ class LayerProfile(Result):
             )
 
     def keep_plain(self, plain: "LayerProfile") -> None:
-        """Have verdicts on this profile tell the price beside plain training, whose profile on the same data this
-        is."""
+        """Let verdicts on this profile tell the price. `plain` is the profile of plain training on the same data."""
         self.facts["plain"] = vars(plain_reference(plain))
 
     @property
@@ -141,7 +145,7 @@ class LayerProfile(Result):
 
     @property
     def descent_share(self) -> float | None:
-        """See [`DescentProblem.descent_share`]; with constraints or without. `None` where f_L is not shown to be below
+        """See [`DescentProblem.descent_share`]; it needs no constraints. `None` if f_L is not shown to be below
         chance."""
         if self.problem is not None:
             return self.certificate().descent_share
@@ -153,8 +157,8 @@ class LayerProfile(Result):
 
     @property
     def loss_radii(self) -> np.ndarray:
-        """Half-widths `[L]` of the 95 % intervals of `losses`, over the choice of the data and the noise; not a number
-        with too few examples."""
+        """Half-widths `[L]` of the 95 % intervals of `losses`, over the choice of the data and the noise; NaN with too
+        few examples."""
         if self.row_sums is None:
             return np.full(self.losses.shape, np.nan)
         return loss_radii(self.row_sums)
@@ -190,10 +194,10 @@ class LayerProfile(Result):
 def layer_profile(
     model: nn.Module, dataset: Dataset | DataLoader, *, gamma: float = 0.0, **settings
 ) -> LayerProfile:
-    """Loss and metric of `model` at every layer, through the readout that its layers share.
+    """Measure loss and metric of `model` at every layer, through the readout that its layers share.
 
-    f_l is the model's own loss, averaged over the items of the data set. `gamma` is the noise level of the input; the
-    noise is that of `noise_curve`'s first draw. Other arguments and errors: see
+    The losses are the model's own, averaged over the items of the data set. `gamma` is the noise level of the input,
+    with the noise of the first draw of `noise_curve`. For other arguments and errors see
     [`~evaluation.profiles.layer_profiles`].
     """
     return layer_profiles(model, dataset, [gamma], **settings)[0]
@@ -210,15 +214,15 @@ def layer_profiles(
     readings: Mapping[str, Mapping[int, torch.Tensor]] = MappingProxyType({}),
     **settings,
 ) -> list[LayerProfile]:
-    """The [`layer_profile`] at each of several noise levels, from one pass over the data.
+    """Measure the [`layer_profile`] at each of several noise levels, in one pass over the data.
 
     Args:
         model, dataset: see [`~evaluation.scoring.Evaluation`].
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
         seed, sigma: see [`EmbeddingNoise`].
-        readings (mapping): earlier losses of the last layer on the same batches without noise, by their time. Each
-            maps the number of a batch to `[rows, 2]`: for each row the sum of its losses, and its items.
+        readings (mapping): time -> earlier losses of the last layer on the same batches without noise. These map the
+            number of a batch to `[rows, 2]`: for each row the sum of its losses, and its items.
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -313,9 +317,11 @@ def _value_radii(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
 
 
 def _kept_low(parts: np.ndarray, is_greater_better: bool) -> np.ndarray:
-    """Lower ends `[L]` of the 95 % intervals of what each layer keeps of the last one's metric, from the parts of the
-    rows in it, `[n, L]`. Where less of the metric is better, a layer of twice the metric keeps half. Not numbers where
-    a metric is 0."""
+    """Lower ends `[L]` of the 95 % intervals of what each layer keeps of the last one's metric, as a share.
+
+    `parts` `[n, L]` is what each row adds to the metric. If less of the metric is better, a layer with twice the
+    metric keeps half. NaN if a metric is 0.
+    """
     values = parts.mean(axis=0)
     last = parts[:, -1:]
     if not values.all():
@@ -329,8 +335,8 @@ def _kept_low(parts: np.ndarray, is_greater_better: bool) -> np.ndarray:
         kept = values[-1] / values
         excess = (last - kept * parts) / values
         unseen = (last.min() - kept * parts.max(axis=0)) / values
-    # One row more, on which the layer does as badly as any and the last one at its best: layers that agree on all rows
-    # may differ on others.
+    # One more row, on which the layer is as bad as on any and the last layer as good as on any: layers that agree on
+    # all rows may differ on others.
     lower, _ = confidence_limits(np.vstack([excess, unseen]))
     low = kept + lower
     low[-1] = 1  # the last layer keeps all of itself
@@ -340,7 +346,7 @@ def _kept_low(parts: np.ndarray, is_greater_better: bool) -> np.ndarray:
 def _layers_of(
     evaluation: Evaluation, inputs: Mapping[str, Any], problem: DescentProblem | None
 ) -> LayerLosses:
-    """The layers of a model, found on its first batch; ValueError where `problem` is of another number of them."""
+    """The layers of a model, found on its first batch; ValueError if `problem` is of another number of layers."""
     layers = find_layer_losses(
         evaluation.model,
         inputs,
@@ -357,7 +363,7 @@ def _layers_of(
 
 
 def fingerprint_of(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> str:
-    """The `data` of a [`LayerProfile`] of the same arguments; it reads the data without the model."""
+    """The `data` of a [`LayerProfile`] with the same arguments. It is found without running the model."""
     settings["progress"] = False
     evaluation = Evaluation(model, dataset, **settings)
     fingerprint = Fingerprint(evaluation.accelerator)

@@ -174,17 +174,15 @@ class DescentMixin:
     # ---- one optimizer step ----
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        start = time.perf_counter()
         trains_layers = self._kind.trains_layers
         if trains_layers:
             epoch_iterator = map(self._checked, epoch_iterator)
         epoch_iterator = self._inspect_first(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
 
-        if batches:  # after the end of data without a length Trainer asks again, and gets none
-            self._run.record.step_starts.append(start)
-            if trains_layers:
-                self._run.read_last_layer(self)
+        # After the end of data without a length Trainer asks again, and gets none.
+        if batches and trains_layers:
+            self._run.read_last_layer(self)
 
         if self.state.global_step >= self.state.max_steps:
             # The run was resumed at its end, where Trainer itself would take one step more.

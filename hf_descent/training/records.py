@@ -1,11 +1,8 @@
 """What a run counts in an optimizer step and in an evaluation, and what it records for its summary and card."""
 
 import os
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +152,6 @@ class RunRecord:
     measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
     # The names of the files that were written for a card.
     written: set[str] = field(default_factory=set)
-    step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     @property
     def certificate(self) -> Certificate | None:
@@ -210,14 +206,6 @@ class RunRecord:
         self.load(folder)
         results = self.results(_step_of(folder))
         self.measured = {name: (step, result) for name, result in results.items()}
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Median time of an optimizer step, data loading and logging included."""
-        times = [after - before for before, after in pairwise(self.step_starts)]
-        if not times:
-            return None
-        return statistics.median(times)
 
 
 def _step_of(folder: str) -> int:

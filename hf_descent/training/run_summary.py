@@ -48,8 +48,6 @@ def run_summary(
         summary["weights"] = fingerprint_of_weights(unwrapped(trainer.model))
 
     summary.update(_model_summary(trainer.model, architecture))
-    if run.record.step_seconds is not None:
-        summary["step_seconds"] = run.record.step_seconds
     if run.has_started:
         summary.update(dual)
     last_layer_losses = run.references.summary()

@@ -87,7 +87,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
             "average": [run.curve.auc_over_range for run in runs[row]],
             "feasible": [run.feasible for run in runs[row]],
             "layer_losses": [profile.losses.tolist() for profile in profiles],
-            "step_seconds": [run.summary.get("step_seconds") for run in runs[row]],
+            "train_seconds": [run.summary.get("train_seconds") for run in runs[row]],
             "published": None if options.scale["needs_paths"] else published(way),
         }
     return {
@@ -160,9 +160,11 @@ def _panel(panel: Mapping[str, Any]) -> list[str]:
             *(_spread(metric[:, index]) for index in few),
         ]
         cells.append(f"{sum(known)} of {len(known)}" if known else "")
-        timed = None not in row["step_seconds"] + first["step_seconds"]
+        timed = None not in row["train_seconds"] + first["train_seconds"]
         cells.append(
-            f"x{np.mean(row['step_seconds']) / np.mean(first['step_seconds']):.2f}" if timed else ""
+            f"x{np.mean(row['train_seconds']) / np.mean(first['train_seconds']):.2f}"
+            if timed
+            else ""
         )
         cells.append("" if row["published"] is None else f"{row['published']:g}")
         lines.append(_row(cells))

@@ -11,7 +11,6 @@ from tiny.training import InOrder, config
 from transformers import Trainer, default_data_collator
 
 from hf_descent import DescentTrainer
-from hf_descent.runs import RunFolder
 from hf_descent.training.records import items_of_step
 
 
@@ -243,7 +242,7 @@ def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_pat
     """24 rows are a step of 16 and half of one; Trainer keeps the gradient of the half for the epoch after."""
     model = bert().eval()
     rows = classification_data(24)
-    trainer, logs = run(
+    _, logs = run(
         tmp_path, bert(), Stream(rows), 8, objective="descent", gradient_accumulation_steps=2
     )
 
@@ -255,13 +254,6 @@ def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_pat
         assert [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(
             expected, rel=0.02
         )
-
-    trainer.save_model()
-    seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)
-
-    assert (
-        RunFolder(tmp_path).summary["step_seconds"] > 0.05 * seconds
-    )  # Trainer asks for batches after the last, too
 
 
 def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_their_number_or_not(

@@ -167,10 +167,11 @@ def checkpoint_function(module: nn.Module, handler: Callable) -> Callable | None
     Before, `GradientCheckpointingLayer.__call__` checkpoints the call of the module with all of its hooks. What they
     see is without a graph if the checkpoint is reentrant.
     """
-    checkpoints_hooks = "__call__" in vars(GradientCheckpointingLayer)
-    is_layer = isinstance(module, GradientCheckpointingLayer)
     checkpoint = vars(module).get(CHECKPOINT_FUNCTION)
-    if not (checkpoints_hooks and is_layer and checkpoint):
+    if checkpoint is None or not isinstance(module, GradientCheckpointingLayer):
+        return None
+    checkpoints_hooks = "__call__" in vars(GradientCheckpointingLayer)
+    if not checkpoints_hooks:
         return None
 
     def handled(function, *args):

@@ -102,7 +102,9 @@ class Multipliers:
         if self.resilience > 0:
             gradient = violations - self.relaxation.numpy()  # [rows]
         ascent = direction(self.optim, gradient, self.moments)
-        values = (before + self.learning_rate * ascent).clip(min=0, max=self.maximum)
+        values = np.maximum(before + self.learning_rate * ascent, 0)
+        if self.maximum is not None:
+            values = np.minimum(values, self.maximum)
 
         if share < 1:
             values = before + share * (values - before)

@@ -93,7 +93,7 @@ class FixedMultipliers(Objective):
         handling = dual.args.negative_weights
         multipliers = dual.settled().multipliers.values.numpy()
         weights = dual.problem.weights(multipliers, dual.level(), detach=handling == "detach")
-        return weights.clip(min=0) if handling == "clip" else weights
+        return np.maximum(weights, 0) if handling == "clip" else weights
 
 
 class Descent(FixedMultipliers):

@@ -196,6 +196,9 @@ class DescentProblem:
         self.layers = sorted({row.layer for row in self.rows})
         self._index = [row.index for row in self.rows]
         self._arrays = self._constants()
+        # The derivatives of violations in the losses of their own layers, `[rows, L]`.
+        self._own_slopes = np.zeros((self.num_rows, num_layers))
+        self._own_slopes[self._index, self._arrays.layer] = 1.0
         self._tensors: dict[tuple, _Constants] = {}  # by type and device
 
     @property
@@ -409,12 +412,11 @@ class DescentProblem:
     def _slopes(self, ratio: float, detach: bool) -> np.ndarray:
         """The derivative of each violation in the layer losses, `[rows, L]`, at a ratio level / f_0."""
         constants = self._arrays
-        slopes = np.zeros((self.num_rows, self.num_layers))
-        slopes[self._index, constants.layer] = 1.0
         if detach or constants.is_fixed.all():
-            return slopes
+            return self._own_slopes
 
         # Rows that refer to the loss of a layer have a second entry.
+        slopes = self._own_slopes.copy()
         refers = ~constants.is_fixed & (constants.reference > 0)
         rows = np.flatnonzero(refers)
         factors = constants.factor * ratio**constants.power

@@ -79,6 +79,7 @@ class DualState:
         self.device = torch.device(device)
         self.held_out = held_out
         self.objective = args.objective_class()
+        self._margin = args.dual_settings.target_margin
         self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance
         self.problem: DescentProblem | None = None
@@ -246,8 +247,7 @@ class DualState:
 
     def acting_violations(self, layer_losses, detach: bool = False):
         """The violations `[rows]` that training acts on, of losses `[L]` in an array or a tensor."""
-        margin = self.args.dual_settings.target_margin
-        return self.problem.violations(layer_losses, self.level(), margin, detach)
+        return self.problem.violations(layer_losses, self.level(), self._margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
         """Take over a problem."""

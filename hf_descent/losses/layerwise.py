@@ -114,23 +114,24 @@ class ReplayedLosses:
         divisor = None
         if self.task.takes_items:
             divisor = items.clamp(min=1)  # a sum over none is 0
-        losses = []
+        read_losses = []
 
         def loss_of(outputs):
             return self.task(outputs, inputs, divisor)
 
-        def read(layer, loss, hidden):
-            _require_gradient(layer, hidden, objective, self.readout)
-            losses.append(loss)
+        def read(losses, hidden_states):
+            _require_gradients(hidden_states, objective, self.readout)
+            read_losses.append(losses)
 
         arguments = self.task.model_inputs(inputs)
         if divisor is not None and self.task.accepts_items:
             arguments["num_items_in_batch"] = divisor
         unweighted = _unweighted(objective, self.num_layers)
-        with self.readout.attach(read, no_grad_layers=unweighted, score=loss_of):
+        with self.readout.attach_loss(loss_of, read, unweighted):
             outputs = model(**arguments)
 
-        parts = torch.stack(losses).float()  # [layers]
+        (losses,) = read_losses
+        parts = losses.float()  # [layers]
         if divisor is None:
             parts = torch.where(share > 0, parts, 0.0) * share
         value = objective.value(parts, share)
@@ -230,8 +231,7 @@ class TiledLosses:
         read_losses = []
 
         def read_layers(read, outputs, hidden_states):
-            for layer, hidden in enumerate(hidden_states, start=1):
-                _require_gradient(layer, hidden, objective, self.readout)
+            _require_gradients(hidden_states, objective, self.readout)
             if objective.weights is None:
                 with torch.no_grad():
                     parts = read(tokens).sums / divisor  # [layers]
@@ -317,10 +317,14 @@ def _unweighted(objective: StepObjective, num_layers: int) -> list[int]:
     return [layer for layer in range(1, num_layers + 1) if layer not in objective.weighted]
 
 
-def _require_gradient(layer, hidden, objective, readout) -> None:
+def _require_gradients(hidden_states, objective, readout) -> None:
     """ValueError where the hidden state of a layer below the last has no gradient, but its loss a weight."""
-    if layer not in objective.trained or layer == readout.num_layers or hidden.requires_grad:
-        return
+    for layer in objective.trained:
+        if layer < readout.num_layers and not hidden_states[layer - 1].requires_grad:
+            raise _without_gradient(layer, readout)
+
+
+def _without_gradient(layer, readout) -> ValueError:
     below = readout.stack.layers[:layer]
     parameters = [parameter for module in below for parameter in module.parameters()]
     is_frozen = not any(parameter.requires_grad for parameter in parameters)
@@ -340,7 +344,7 @@ def _require_gradient(layer, hidden, objective, readout) -> None:
             "do: use `objective='erm'`, or another architecture"
         )
 
-    raise ValueError(
+    return ValueError(
         f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. {remedy}."
     )
 

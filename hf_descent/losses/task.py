@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class TaskLoss:
             return None
         if labels.is_floating_point():
             return torch.full((), labels.numel(), device=labels.device)
-        if self.uses_model_loss and type(inner_model(self.model)).__name__.endswith("ForCTC"):
+        if self.uses_model_loss and self._is_ctc:
             return torch.full((), len(labels), device=labels.device)
         # Models leave out those past the end.
         if "start_positions" in inputs and "input_ids" in inputs:
@@ -170,6 +170,10 @@ class TaskLoss:
             return inputs
         config = getattr(inner_model(self.model), "config", None)
         return shortened(inputs, labels, self.label_names, config)
+
+    @cached_property
+    def _is_ctc(self) -> bool:
+        return type(inner_model(self.model)).__name__.endswith("ForCTC")
 
     @property
     def uses_model_loss(self) -> bool:

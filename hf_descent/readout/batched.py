@@ -40,11 +40,14 @@ class SameDropout(TorchFunctionMode):
         return input * nn.functional.dropout(ones, p)
 
 
-def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -> list[Any]:
+def run_together(
+    function: Callable[[Any], Any], layer_outputs: Sequence[Any]
+) -> list[Any] | torch.Tensor:
     """`function` of each of the `layer_outputs`, tensors or nested containers of them, by a single run.
 
-    Returns what `function` returns, once per layer; its tensors are parts of those of all layers. Raises whatever
-    `function` raises under `vmap`: it can neither read values nor branch on them.
+    Returns what `function` returns, once per layer; its tensors are parts of those of all layers. Where it returns a
+    tensor, such as a loss, that is one tensor `[layers, ...]`. Raises whatever `function` raises under `vmap`: it can
+    neither read values nor branch on them.
     """
     structure = pytree.tree_structure(layer_outputs[0])
     columns = list(zip(*map(_leaves, layer_outputs)))  # one for each leaf, over the layers
@@ -69,8 +72,8 @@ def run_together(function: Callable[[Any], Any], layer_outputs: Sequence[Any]) -
 
     # `made` has the places of the tensors, and what is none.
     values, structure = made
-    if structure.is_leaf() and all_results:  # a tensor, such as a loss
-        return list(all_results[0].unbind())
+    if structure.is_leaf() and all_results:
+        return all_results[0]
     are_tensors = [isinstance(value, torch.Tensor) for value in values]
     results = []
     for own in zip(*(tensor.unbind() for tensor in all_results)):
@@ -127,10 +130,10 @@ def _is_stacked(column: Sequence[Any]) -> bool:
 
 def _alike(layer_outputs) -> bool:
     """Whether outputs can be stacked: the same containers with tensors of one shape, type and device."""
-
     first = layer_outputs[0]
     if isinstance(first, torch.Tensor):
-        return all(_kind(output) == _kind(first) for output in layer_outputs)
+        kind = _kind(first)
+        return all(_kind(output) == kind for output in layer_outputs)
     kinds = []
     for output in layer_outputs:
         leaves, structure = pytree.tree_flatten(output)

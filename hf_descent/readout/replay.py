@@ -163,6 +163,26 @@ class Readout:
         with taped(tape, read_out):
             yield self
 
+    @contextmanager
+    def attach_loss(self, loss, on_losses, no_grad_layers=()):
+        """As `attach`, of all layers at once.
+
+        Args:
+            loss: `loss(outputs)` of a layer's outputs, a scalar tensor.
+            on_losses: `on_losses(losses, hidden_states)`, called with the losses `[layers]` and the L hidden states.
+            no_grad_layers: layers that are replayed without gradient.
+        """
+        tape = Tape(self.model, self.stack, layers_only=self.readout is not None)
+
+        def read_out(args, kwargs, outputs):
+            self._autocast = tape.autocast
+            losses = _Call(self, tape, args, kwargs, outputs, loss).losses(no_grad_layers)
+            hidden_states = [self.stack.hidden_state(output) for output in tape.layer_outputs]
+            on_losses(losses, hidden_states)
+
+        with taped(tape, read_out):
+            yield self
+
     def check_batching(self, inputs, score=None) -> None:
         """Find out on a batch whether layers that are read together give what they do one by one, in eval and in train
         mode; `score` is as of `attach`. Where not, they are read one by one from now on."""
@@ -269,6 +289,26 @@ class _Call:
             while waiting and waiting[0] in results:
                 layer = waiting.pop(0)
                 yield layer, results.pop(layer)
+
+    def losses(self, no_grad_layers=()):
+        """The scores of all layers, which are scalars, in one tensor `[layers]`."""
+        layers = list(range(1, self._readout.num_layers + 1))
+        order = []
+        parts = []
+        for group, has_grad in self._groups(layers, no_grad_layers):
+            with nullcontext() if has_grad else torch.no_grad():
+                read = self._read(group)
+            if isinstance(read, torch.Tensor):
+                parts.append(read)
+            else:
+                parts += [loss[None] for loss in read]
+            order += group
+
+        losses = torch.cat(parts)  # [layers], in the order in which they were read
+        if order == layers:
+            return losses
+        by_layer = dict(zip(order, losses))
+        return torch.stack([by_layer[layer] for layer in layers])
 
     def together(self, layers):
         """What the layers below the last give, by a single run."""

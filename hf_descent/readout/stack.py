@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import extract_model_from_parallel
@@ -36,6 +36,7 @@ class LayerStack:
     # The ancestors' children, the layers included. Their calls are recorded and answered.
     neighbours: list[nn.Module]
     norms: list[nn.Module]  # in the neighbours, those that may have running statistics
+    dropping: list[Any]  # see `_dropping`
     adds_images: bool = False  # whether features of images are added to the output of layers
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules
     # Train mode or not -> whether a forward left the generators of Python and NumPy alone. To ask them takes longer
@@ -122,8 +123,15 @@ def _stack_at(
         ancestors=path[1:],
         neighbours=neighbours,
         norms=[module for module in inside if isinstance(module, _NormBase)],
+        dropping=_dropping(path),
         adds_images=any("deepstack" in name for name in arguments),
     )
+
+
+def _dropping(path: list[nn.Module]) -> list[Any]:
+    """What may have a rate at which whole layers are dropped: modules below the model, and configs."""
+    configs = [module.config for module in path if hasattr(module, "config")]
+    return [owner for owner in (*path[1:], *configs) if hasattr(owner, "layerdrop")]
 
 
 def unwrapped(model: nn.Module, **options: bool) -> nn.Module:

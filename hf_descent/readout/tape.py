@@ -172,7 +172,8 @@ def taped(tape, on_record):
     def start(module, args, kwargs):
         if tape.phase != "idle":  # else `on_record` calls the model
             tape.close()  # the last call may have raised before `finish`
-            _check_layerdrop(tape.model, tape.stack)
+            if tape.model.training:
+                _check_layerdrop(tape.model, tape.stack)
             if tape.stack.adds_images and any(
                 "pixel" in name and kwargs[name] is not None for name in kwargs
             ):
@@ -198,11 +199,7 @@ def taped(tape, on_record):
 
 
 def _check_layerdrop(model, stack):
-    if not model.training:
-        return
-    modules = (model, *stack.ancestors)
-    rates = [getattr(module, "layerdrop", None) for module in modules]
-    rates += [getattr(owner, name, None) for owner, name in config_flags(modules, ["layerdrop"])]
+    rates = [getattr(owner, "layerdrop", 0.0) for owner in (model, *stack.dropping)]
     if any(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError(
             f"{type(model).__name__} drops whole layers in training. Set layerdrop (encoder_layerdrop, "

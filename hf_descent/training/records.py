@@ -60,7 +60,7 @@ class StepTotals:
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
         """The `count` of a micro-batch's items as a share of its `divisor`; a scalar tensor."""
-        return count.float() / self.divisor(count).float().clamp(min=1)
+        return count / self.divisor(count).clamp(min=1)
 
     def for_backward(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of a micro-batch, times the number of processes if it is a part: DDP divides gradients by that."""

@@ -43,7 +43,7 @@ def command_list() -> str:
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Command, tuple]:
     """Turns a command line (by default this process's) into the command and the arguments of its `run`.
 
-    ValueError where a command, a recipe or a flag is wrong, or several processes run a command that is for one.
+    ValueError if a command, a recipe or a flag is wrong, or several processes run a command that is for one.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Command, tuple]:
 
 
 def _check_processes(command: str) -> None:
-    """ValueError where each of several processes would do the whole work of `command`, over the others' files."""
+    """ValueError if each of several processes would do the whole work of `command`, over the others' files."""
     if "LOCAL_RANK" not in os.environ:  # some clusters set the size alone, in every container
         return
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and command not in TRAINING:

@@ -162,7 +162,7 @@ CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 
 def checkpoint_function(module: nn.Module, handler: Callable) -> Callable | None:
     """The `CHECKPOINT_FUNCTION` of a layer that calls `handler(module, call, *args, **kwargs)` with the checkpointed
-    call; `None` where `module` checkpoints nothing, or does so within its `__call__`, as of 5.23.
+    call; `None` if `module` checkpoints nothing, or does so within its `__call__`, as of 5.23.
 
     Before, `GradientCheckpointingLayer.__call__` checkpoints the call of the module with all of its hooks. What they
     see is without a graph if the checkpoint is reentrant.

@@ -417,7 +417,7 @@ class DescentArguments:
 
     @property
     def layer_rows(self) -> float | list[float] | str | None:
-        """What `descent_alpha` comes to: step sizes, "line", "steps", or `None` where there are targets alone."""
+        """What `descent_alpha` comes to: step sizes, "line", "steps", or `None` if there are targets alone."""
         if self.descent_alpha is None and self.states_constraints:
             return None
         if self.descent_alpha in (None, "auto"):
@@ -490,7 +490,7 @@ def upper_level(noise_gamma: float | list[float] | None) -> float | None:
 
 
 def levels_of(name: str, levels: Any) -> list[float]:
-    """The noise levels in the argument `name`, a number or several in any sequence; ValueError where it is none."""
+    """The noise levels in the argument `name`, a number or several in any sequence; ValueError if it is none."""
     numbers = as_python(levels)
     if not isinstance(numbers, Iterable):
         numbers = [numbers]

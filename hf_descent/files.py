@@ -36,7 +36,7 @@ def read_json(path: str | os.PathLike) -> dict:
 
 
 def find_json(name: str, file: str) -> dict:
-    """A json file of a folder or of a repository on the Hub; empty where there is none. ValueError as above."""
+    """A json file of a folder or of a repository on the Hub; empty if there is none. ValueError as above."""
     try:
         path = cached_file(name, file)
     except OSError:  # also where a model was loaded from a folder that is gone

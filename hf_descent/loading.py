@@ -65,7 +65,7 @@ def _architecture_in_config(name: str) -> str:
 
 
 def architecture_of(name: str) -> str:
-    """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
+    """The class name of a saved model, for an adapter of its base or the end of it; ValueError if there is none."""
     adapter = find_json(name, ADAPTER)
     if not adapter:
         return _architecture_in_config(name)
@@ -78,7 +78,7 @@ def architecture_of(name: str) -> str:
 
 @contextmanager
 def weights_of(name: str, num_labels: int | None = None) -> Iterator[None]:
-    """ValueError where the weights of `name` are damaged, or do not fit its config or the `num_labels` of the data."""
+    """ValueError if the weights of `name` are damaged, or do not fit its config or the `num_labels` of the data."""
     try:
         yield
     except SafetensorError as error:
@@ -100,7 +100,7 @@ def load_model(name: str, images: bool = False) -> PreTrainedModel:
     """A text classifier or a causal language model in eval mode and its saved dtype, with the `noise_sigma` of its
     training; `name` is a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
 
-    ValueError where the model is of another kind, or was trained with a custom readout. An image classifier is taken
+    ValueError if the model is of another kind, or was trained with a custom readout. An image classifier is taken
     where `images` says so.
     """
     architecture = architecture_of(name)
@@ -203,7 +203,7 @@ def best_device() -> torch.device:
 
 
 def load_image_processor(name: str):
-    """The image processor that is saved with a model; `None` where there is none."""
+    """The image processor that is saved with a model; `None` if there is none."""
     try:
         return AutoImageProcessor.from_pretrained(name)
     except (OSError, ValueError):
@@ -232,7 +232,7 @@ def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """The number of tokens that the model has positions for; `None` where its config states no limit."""
+    """The number of tokens that the model has positions for; `None` if its config states no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or limit < 0:  # XLNet's -1
         return None

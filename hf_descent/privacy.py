@@ -139,7 +139,7 @@ def epsilon_of_gamma(
         sigma (`float`): standard deviation of the clean signal, as in [`EmbeddingNoise`].
         tokens (`int`): tokens that are protected together: 1 for single tokens, the largest length for whole texts.
 
-    ValueError for an argument out of range, ImportError where `dp-accounting` is not installed.
+    ValueError for an argument out of range, ImportError if `dp-accounting` is not installed.
     """
     from dp_accounting import get_epsilon_gaussian
 

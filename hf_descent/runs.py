@@ -71,7 +71,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `descent_config.json` says; empty where there is none. ValueError where it cannot be read."""
+        """What `descent_config.json` says; empty if there is none. ValueError if it cannot be read."""
         return find_json(self.name, self.SUMMARY)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class RunFolder:
         return fresh
 
     def read(self, name: str) -> dict[str, Any]:
-        """What a fresh JSON file holds; empty where there is none."""
+        """What a fresh JSON file holds; empty if there is none."""
         return next(map(read_json, self.fresh(name)), {})
 
     def results(self, kind: type, pattern: str) -> list:

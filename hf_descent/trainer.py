@@ -231,7 +231,7 @@ class DescentMixin:
 
     @property
     def _sample_key(self) -> tuple[int, int] | None:
-        """The key by which an evaluation in training draws the tokens that it reads; `None` where it reads all of
+        """The key by which an evaluation in training draws the tokens that it reads; `None` if it reads all of
         them."""
         if not self._run.evaluation.in_training_loop:
             return None
@@ -829,7 +829,7 @@ class DescentTrainer(DescentMixin, Trainer):
             part of the data should have these examples: `dataset.train_test_split(0.05)` makes such parts.
 
     ValueError, when the trainer is made or on the first batch of training or evaluation, for a model, a loss or a
-    setting with which layers cannot be constrained; TypeError where `layer_loss_fn` returns anything but a
+    setting with which layers cannot be constrained; TypeError if `layer_loss_fn` returns anything but a
     floating-point scalar tensor.
 
     Example:

@@ -24,7 +24,7 @@ class Command:
         name (`str`): what people type, and its module.
         group (`str`): where the help lists it.
         summary (`str`): what it does, in a line.
-        add_flags (function, *optional*): adds the flags of a plain tool to a parser; `None` where the module parses.
+        add_flags (function, *optional*): adds the flags of a plain tool to a parser; `None` if the module parses.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None
 
     def parse(self, argv: Sequence[str]) -> tuple:
-        """The arguments of `run` that a command line gives; ValueError where it is wrong."""
+        """The arguments of `run` that a command line gives; ValueError if it is wrong."""
         prog = f"hf-descent {self.name}"
         if self.add_flags is None:
             if list(argv) in (["-h"], ["--help"]):

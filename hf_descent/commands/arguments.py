@@ -133,7 +133,7 @@ def parse_recipe(
     model: str | None = None,
 ) -> tuple:
     """Parses flags into dataclasses, by `transformers.HfArgumentParser`; a YAML file named by `--config` gives
-    defaults, and flags win over it. ValueError where the file is no mapping, or a name or kind of value is unknown.
+    defaults, and flags win over it. ValueError if the file is no mapping, or a name or kind of value is unknown.
 
     What neither gives is that of the record of `model`, a finished run. The file may then be the recipe of its
     training: what else it sets is left out.
@@ -230,7 +230,7 @@ def _read_recipe(path: str, names: set[str], prog: str, leaves_out: bool) -> dic
 
 def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
     """The value of the argument `name` in the YAML file `path`, one of a list as a list; a number of another type than
-    the argument's as text, which argparse converts. ValueError where it is of a kind that the argument does not take.
+    the argument's as text, which argparse converts. ValueError if it is of a kind that the argument does not take.
     """
     from ..configs import JSON_ARGUMENTS
 

@@ -14,7 +14,7 @@ def closing_lines(folder: str, profile: LayerProfile, next_steps: str) -> str:
 
 
 def verdict_of(folder: str) -> Certificate | None:
-    """The verdict on a run, from its folder; `None` where there is none."""
+    """The verdict on a run, from its folder; `None` if there is none."""
     run = RunFolder(folder)
     for profile in run.results(LayerProfile, "layer_profile"):
         if profile.problem is not None:

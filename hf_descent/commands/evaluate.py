@@ -168,7 +168,7 @@ TASKS = {
 
 
 def task_of(model: str) -> tuple[type, Any]:
-    """The data arguments and the builder for a model's architecture; ValueError where there is none."""
+    """The data arguments and the builder for a model's architecture; ValueError if there is none."""
     architecture = architecture_of(model)
     for ending, task in TASKS.items():
         if architecture.endswith(ending):
@@ -324,7 +324,7 @@ def stated_problem(
     summary: Mapping[str, Any], profiles: Sequence[LayerProfile]
 ) -> DescentProblem | None:
     """The problem that the arguments of a run state, where its `summary` has none, as after plain training that was
-    not evaluated; f_0 is that of the evaluated labels at the training's noise level. `None` where it is not known."""
+    not evaluated; f_0 is that of the evaluated labels at the training's noise level. `None` if it is not known."""
     recorded = summary.get("arguments", {})
     names = {argument.name for argument in dataclasses.fields(DescentArguments)}
     known = {name: value for name, value in recorded.items() if name in names}

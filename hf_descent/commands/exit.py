@@ -156,7 +156,7 @@ def _close_exits(name: str, profile: ExitProfile) -> None:
 
 
 def _first_exit(verdict: Certificate) -> int | None:
-    """The first layer that a run was asked to stop at, by a target; `None` where there is none."""
+    """The first layer that a run was asked to stop at, by a target; `None` if there is none."""
     layers = [int(name.split("_")[-1]) for name in verdict.rows if "_" in name]
     return min(layers, default=None)
 

@@ -56,7 +56,7 @@ AUTO_CLASSES = {
 
 def run(args: argparse.Namespace) -> None:
     """Writes some layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
-    template and generation config, and prints commands that serve it. ValueError where the folder holds something, or
+    template and generation config, and prints commands that serve it. ValueError if the folder holds something, or
     the model has no such layer or cannot be cut by its config."""
     layers = layers_in(",".join(args.layers)) if args.layers else None
     is_onnx = args.format == "onnx"
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _processing(name: str, model: PreTrainedModel, is_onnx: bool) -> tuple[Any, dict | None]:
     """What prepares the inputs of the model `name`, and a batch of it; no batch of images, and of texts neither where
-    no tokenizer is saved. ValueError where the export needs one."""
+    no tokenizer is saved. ValueError if the export needs one."""
     architecture = type(model).__name__
     if architecture.endswith("ForImageClassification"):
         if is_onnx:

@@ -204,7 +204,7 @@ def _labelled_rows(
     pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[dict[str, Any]]:
     """Token ids and labels of each pair, cut to `limit` tokens; those of a single token are
-    dropped. ValueError where none is longer."""
+    dropped. ValueError if none is longer."""
     rows = [completion_labels(pair, tokenizer, limit) for pair in pairs]
     long_enough = [row for row in rows if len(row["input_ids"]) > 1]
     if not long_enough:
@@ -227,7 +227,7 @@ def _tokens_to_read(model: PreTrainedModel, data_args: DataArguments) -> int:
 
 
 def empty_folder(argument: str, path: str) -> Path:
-    """The folder that an argument names for a model; ValueError where something is in it."""
+    """The folder that an argument names for a model; ValueError if something is in it."""
     folder = Path(path)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`{argument}` {path!r} is not empty; name another.")

@@ -36,7 +36,7 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
     """The page, a `gradio.Blocks` to `launch`, for a classifier of one label a text or a causal language model.
 
     `threshold` is where the slider starts: the uncertainty below which a layer is sure. Nothing leaves this machine.
-    ValueError where the layers have no shared readout, or their input takes no noise.
+    ValueError if the layers have no shared readout, or their input takes no noise.
     """
     import gradio
 
@@ -83,7 +83,7 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
 def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Tensor:
     """The logits of every layer for `text`, or for the token after it, `[layers, classes]`, float32 on the CPU.
 
-    ValueError where the text has no tokens or too many, or there is no shared readout.
+    ValueError if the text has no tokens or too many, or there is no shared readout.
     """
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
     count = inputs["input_ids"].shape[1]

@@ -104,7 +104,7 @@ def train_and_report(
 
 
 def _check_metric(metric: str | None, score: str) -> None:
-    """ValueError where the best checkpoint is to be chosen by what no evaluation has."""
+    """ValueError if the best checkpoint is to be chosen by what no evaluation has."""
     if metric is None:
         return
     name = metric.removeprefix("eval_")

@@ -46,7 +46,7 @@ def load_alpaca(
     given, "test", with the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a
     chat template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`).
 
-    Rows without an output, or with one of blanks alone, are dropped, and their number is shown. ValueError where a
+    Rows without an output, or with one of blanks alone, are dropped, and their number is shown. ValueError if a
     column is missing, or a text is not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args, COLUMNS).items()}

@@ -21,7 +21,7 @@ def load_image_classification(
     """The labelled examples of an image classification task: "train", "validation" and, where it is given, "test",
     each with the columns `image` and `labels` (a `ClassLabel`).
 
-    ValueError where no data is named, or a column or a label is not there, as of texts (`data/text.py`).
+    ValueError if no data is named, or a column or a label is not there, as of texts (`data/text.py`).
     """
     columns = {"image": image_column, "labels": label_column}
     remedy = "Name the right ones by `image_column` and `label_column`."
@@ -41,7 +41,7 @@ class ImageCollator:
         processor (image processor, *optional*): What was saved with it.
         rows (`Dataset`): The rows that it will be given.
 
-    ValueError where the rows hold images, and there is no processor.
+    ValueError if the rows hold images, and there is no processor.
     """
 
     def __init__(self, model: PreTrainedModel, processor: Any | None, rows: Dataset):

@@ -95,7 +95,7 @@ def class_labels(splits: Mapping[str, Dataset], column: str) -> dict[str, Datase
     """The splits, "train" among them, with their column `labels` as a `ClassLabel` of the classes in training, which
     are shown on the screen with their counts.
 
-    All rows have a label (see [`missing_labels`]). Messages name the `column` of the files. ValueError where training
+    All rows have a label (see [`missing_labels`]). Messages name the `column` of the files. ValueError if training
     has one class, the labels are numbers with a fraction, or a class of another split does not occur in training.
     """
     names = {split: label_names(rows) for split, rows in splits.items()}
@@ -130,7 +130,7 @@ def label_names(rows: Dataset) -> list[str]:
 
 
 def _in_order(names: set[str], column: str) -> list[str]:
-    """Names of classes in the order of their numbers; ValueError where one of these has a fraction, that of texts
+    """Names of classes in the order of their numbers; ValueError if one of these has a fraction, that of texts
     where some are no numbers."""
     if all(map(is_whole, names)):
         return sorted(names, key=int)

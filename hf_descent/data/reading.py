@@ -57,7 +57,7 @@ def load_file(argument: str, path: str, columns: Sequence[str]) -> Dataset:
     """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`), by the rule of this module.
 
     `columns` are those that will be used. The ending may be in capitals, and that of a compressed csv or json file has
-    another one behind it, as in `.csv.gz`. ValueError where `path`, which `argument` gives, has another ending or
+    another one behind it, as in `.csv.gz`. ValueError if `path`, which `argument` gives, has another ending or
     cannot be read.
     """
     file_type = _file_type(path)

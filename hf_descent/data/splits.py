@@ -21,7 +21,7 @@ ROWS_AT_ONCE = 1000
 
 
 def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]) -> None:
-    """ValueError where a number of an argument is less than `limits` gives for its name, or not between the two that
+    """ValueError if a number of an argument is less than `limits` gives for its name, or not between the two that
     it gives, or where an argument is none of the choices of its type."""
     for name, limit in limits.items():
         _check_number(name, getattr(args, name), limit)
@@ -34,7 +34,7 @@ def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]
 
 
 def _check_number(name: str, value: Any, limit: float | tuple[float, float]) -> None:
-    """ValueError where a number, or one of a list, is beyond a limit; None is not."""
+    """ValueError if a number, or one of a list, is beyond a limit; None is not."""
     numbers = value
     if not isinstance(value, list):
         numbers = [value]
@@ -116,7 +116,7 @@ class SplitArguments(RowArguments):
 
 def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Dataset]:
     """The splits that are given: "train" and perhaps "validation" and "test", of which `columns` will be used;
-    ValueError where no data is named."""
+    ValueError if no data is named."""
     if args.train_file is not None:
         files = {
             "train": args.train_file,
@@ -147,7 +147,7 @@ def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Datas
 
 
 def _load_named(name: str, config: str | None, split: str) -> Dataset:
-    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it. ValueError where it
+    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it. ValueError if it
     could not read it."""
     try:
         return load_dataset(name, config, split=split)
@@ -184,7 +184,7 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
 
 
 def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
-    """The columns `columns.values()` under the names `columns.keys()`; ValueError where one is missing."""
+    """The columns `columns.values()` under the names `columns.keys()`; ValueError if one is missing."""
     missing = [column for column in columns.values() if column not in rows.column_names]
     if missing:
         raise ValueError(
@@ -244,7 +244,7 @@ def check_texts(
     optional: Sequence[str] = (),
     ignored: Collection[int] = (),
 ) -> None:
-    """ValueError where a column of `names` is missing or a value is no string; `optional` ones may be, or be None.
+    """ValueError if a column of `names` is missing or a value is no string; `optional` ones may be, or be None.
     Rows whose index is `ignored` are not looked at."""
     for name in (*names, *optional):
         if name not in rows.column_names and name in optional:

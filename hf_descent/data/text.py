@@ -59,7 +59,7 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
 
     The classes are those of the training split, by the rule of `hf_descent/data/labels.py`: the names of a
     `ClassLabel` column, or the sorted labels of any other. Rows without a label are dropped; their number is shown.
-    ValueError where no data is named, a column or a text is missing, a label is no class or may stand for "no label",
+    ValueError if no data is named, a column or a text is missing, a label is no class or may stand for "no label",
     or a class of another split does not occur in training.
     """
     columns = {"text": args.text_column}
@@ -89,7 +89,7 @@ def load_for_model(
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
     """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case;
-    ValueError where the data has a class that the model has not.
+    ValueError if the data has a class that the model has not.
 
     Labels that are numbers are the model's numbers, unless the names of its classes are numbers; a warning says which
     classes they stand for if 0 does not occur. If the model has default names (`LABEL_0`, ...), the names of the data
@@ -162,7 +162,7 @@ def _warn_of_counting_from_1(names: Collection[str], classes: Sequence[str]) -> 
 def most_tokens(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None
 ) -> int:
-    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model; ValueError where
+    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model; ValueError if
     it is beyond a limit, or nothing gives one. A model without a table of positions may take more than it states."""
     limit = tokenizer.model_max_length
     positions = position_limit(model)

@@ -74,7 +74,7 @@ class VideoPart(NamedTuple):
 def load_clips(args: VideoArguments) -> DatasetDict:
     """Decodes the videos into clips, "train", "validation" and, where there are `test_files`, "test"; once, as the
     result is cached. A row is a clip: `frames` (uint8 `[num_frames, frame_size, frame_size]`), `video` (its path) and
-    `start` (number of its first frame). ValueError where a folder or file is missing or unreadable, or a split holds
+    `start` (number of its first frame). ValueError if a folder or file is missing or unreadable, or a split holds
     no clip."""
     shape = (args.num_frames, args.frame_size, args.frame_size)
     features = Features(
@@ -149,7 +149,7 @@ def _split_by_video(videos: list[VideoPart], args: VideoArguments) -> dict[str, 
 
 
 def _long_parts(parts: list[VideoPart], split: str, num_frames: int) -> list[VideoPart]:
-    """Those that hold a clip; says on the screen how many do not, and ValueError where none does."""
+    """Those that hold a clip; says on the screen how many do not, and ValueError if none does."""
     long_enough = [part for part in parts if part.last - part.first >= num_frames]
     if not long_enough:
         part = parts[0]
@@ -182,7 +182,7 @@ def find_videos(patterns: Sequence[str]) -> list[str]:
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
-    """The frames of a video, gray and resized, uint8 `[size, size]` each; ValueError where it cannot be read."""
+    """The frames of a video, gray and resized, uint8 `[size, size]` each; ValueError if it cannot be read."""
     for file in _files(path):
         with _opened(file) as container:
             container.streams.video[0].thread_type = "AUTO"

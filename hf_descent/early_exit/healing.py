@@ -1,4 +1,4 @@
-"""Healing: what is left of a model after layers were left out learns to predict what the whole model predicts.
+"""Healing: a model without some of its layers learns to predict what the whole model predicts.
 
 The layers before the gap stay as they are, so that both models share them. Copies of those that follow the gap are
 trained: the whole model is not changed. A single copied layer behind layer k is the set {1..k, L}.
@@ -27,27 +27,27 @@ from .truncation import example_inputs, keep_layers
 
 
 class HealingTrainer(Trainer):
-    """Cuts a model to some of its layers, and trains those that follow the gap to predict what all layers predict.
+    """Cut a model to some of its layers, and train those that follow the gap to predict what the whole model predicts.
 
-    The loss is the KL divergence from the whole model's predictions to the shorter one's, a mean over the labelled
-    rows or tokens; of models that predict numbers it is their squared difference. Labels only say what is read.
+    The loss is the KL divergence of the shorter model's predictions from the whole model's, a mean over the labelled
+    rows or tokens. For models that predict numbers it is the squared difference. Labels only say which tokens count.
     `trainer.model` is the shorter model, of the class of `model`. `evaluate()` gives the same loss on other rows;
     `evaluate_layers()` compares both models by the loss of their task.
 
     Args:
         model (`PreTrainedModel`): the whole model, which is left as it is. Merge a PEFT model first.
-        args (`TrainingArguments`, *optional*): as of `Trainer`.
+        args (`TrainingArguments`, *optional*): as in `Trainer`.
         layers (sequence of `int`): the layers to keep, increasing numbers in 1..L, such as `[*range(1, 16), 30]`.
-        exit_head (`str`, *optional*): train this in front of the head, in place of the layers that follow a gap:
-            "norm", the final norm; "affine", a map behind it, which training leaves as a part of the head's weight;
-            "block", a copy of layer L behind `layers`. The model is frozen.
+        exit_head (`str`, *optional*): train only this, in place of the layers that follow a gap. "norm": the final
+            norm. "affine": a linear map after the norm, which becomes a part of the head's weight. "block": a copy of
+            layer L behind `layers`.
         train_all (`bool`): train all weights, not only the layers that follow the gap.
         token_fraction (`float`): share of the labelled tokens that a step of a language model reads, in (0, 1].
-        inputs (`dict`, *optional*): a batch for `model(**inputs)`, as of [`keep_layers`].
+        inputs (`dict`, *optional*): a batch for `model(**inputs)`, as in [`keep_layers`].
         arguments: `train_dataset`, `data_collator`, `processing_class` and the others of `Trainer`.
 
-    ValueError where the layers cannot be left out, none is left out, nothing would be trained, or there is no such
-    exit head; for several labels a row, weights that are shared out over processes, or several GPUs in one process.
+    ValueError if the layers cannot be left out, none is left out, nothing would be trained, or `exit_head` is unknown.
+    ValueError also if rows have several labels, weights are sharded, or one process has several GPUs.
 
     Example:
 
@@ -108,7 +108,7 @@ class HealingTrainer(Trainer):
         self._reader = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """The divergence of a batch; with its outputs, whose logits are made only for `compute_metrics`."""
+        """The divergence of a batch, and its outputs. Logits are made only for `compute_metrics`."""
         self._prepare_reading(inputs)
         needs_logits = return_outputs and self.compute_metrics is not None
         by_head = self._reader.reads_heads and not needs_logits
@@ -143,7 +143,7 @@ class HealingTrainer(Trainer):
     ) -> LayerSetProfile:
         """The task loss of the shorter model beside that of the whole one, on held-out examples.
 
-        The verdict says, with 95 % confidence, whether it is above that by at most `max_rise`, a share. `settings` are
+        The verdict says, with 95 % confidence, whether the rise is at most `max_rise`, as a share. `settings` are
         those of [`~early_exit.layer_set_profile`], such as `batch_size`. Each process reads all rows.
         """
         settings.setdefault("data_collator", self.data_collator)
@@ -162,11 +162,11 @@ class HealingTrainer(Trainer):
         )
 
     def read_whole(self, inputs: Mapping[str, Any], by_head: bool) -> "WholeReading":
-        """What the whole model gives of a batch. It does not change in training, so a subclass may keep it.
+        """Run the whole model on a batch. The result does not change in training, so a subclass may keep it.
 
         Args:
             inputs (`dict`): the batch.
-            by_head (`bool`): make no logits; what the head reads takes their place.
+            by_head (`bool`): return the input of the head, and make no logits.
         """
         shared = self._whole_stack.layers[: self._shared]
         with evaluating(self.whole_model), self.accelerator.autocast(), last_output(shared) as last:
@@ -174,7 +174,7 @@ class HealingTrainer(Trainer):
         return WholeReading(outputs, last.get("output"))
 
     def _prepare_reading(self, inputs: Mapping[str, Any]) -> None:
-        """Find out on the first batch what the labels predict, and whether the logits can be left unmade."""
+        """Find out on the first batch what the labels predict, and whether logits can be avoided."""
         if self._reader is not None:
             return
         self._reader = PredictionReader.probe(self.model, inputs, self.label_names)
@@ -194,16 +194,16 @@ class HealingTrainer(Trainer):
 
 
 class WholeReading(NamedTuple):
-    """What the whole model gives of a batch."""
+    """The outputs of the whole model for a batch."""
 
-    # Its own; or, as "hidden", what its head reads, [batch, seq, hidden].
+    # The model's own outputs; or, as "hidden", the input of its head, [batch, seq, hidden].
     outputs: Mapping[str, Any]
-    # What the last layer before the gap returned, whole; `None` where there is none.
+    # The whole output of the last layer before the gap; `None` if there is none.
     last_shared: Any
 
 
 def shared_layers(layers: Sequence[int], num_layers: int) -> int:
-    """How many of the first layers are as in the whole model, up to a gap; ValueError where none is left out."""
+    """How many of the first layers are those of the whole model, up to the gap; ValueError if there is no gap."""
     if list(layers) == list(range(1, num_layers + 1)):
         raise ValueError(f"`layers` is {layers!r}: no layer is left out. Leave out some.")
     shared = 0
@@ -214,7 +214,7 @@ def shared_layers(layers: Sequence[int], num_layers: int) -> int:
 
 @contextmanager
 def last_output(layers: Sequence[nn.Module]) -> Iterator[dict]:
-    """What the last of the `layers` returns inside, under "output"; nothing where there are none."""
+    """Within it, "output" is what the last of the `layers` returned; empty if there are none."""
     returned = {}
 
     def record(layer, call, *args, **kwargs):
@@ -226,7 +226,7 @@ def last_output(layers: Sequence[nn.Module]) -> Iterator[dict]:
 
 
 def _train_layers_from(shared: int, model: nn.Module, stack: LayerStack, num_layers: int) -> None:
-    """Freeze all of `model` but the layers behind the first `shared` ones; ValueError where there are none."""
+    """Freeze all of `model` but the layers behind the first `shared` ones; ValueError if there are none."""
     if shared == stack.num_layers:
         raise ValueError(
             f"`layers` is {list(range(1, shared + 1))!r}: no layer follows those that are left out, so none would be "

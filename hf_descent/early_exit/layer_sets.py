@@ -1,8 +1,8 @@
 """Which layers a model can do without: nested sets of layers, found on some held-out examples and measured on others.
 
-A model that stops early leaves out its last layers. Those in the middle are often worth less. The search is greedy: it
-leaves out, one after the other, the layer without which the loss on the search rows is least. Every set contains the
-next one, so one search gives a model for every size. Nothing is trained; see [`~early_exit.HealingTrainer`] for that.
+A model that stops early leaves out its last layers. Layers in the middle are often worth less. The search is greedy:
+in each step it leaves out the layer without which the loss on the search rows is least. Every set contains the next
+one, so one search gives a model for every size. Nothing is trained; see [`~early_exit.HealingTrainer`] for that.
 
 Leaving out blocks in the middle: Gromov et al. (2024), "The Unreasonable Ineffectiveness of the Deeper Layers", arXiv
 2403.17887; Men et al. (2024), "ShortGPT", arXiv 2403.03853.
@@ -46,23 +46,22 @@ NO_ROWS = "`dataset` is empty; give labelled held-out data."
 
 @dataclass
 class LayerSetProfile(Result):
-    """What a model is worth with only some of its layers, on held-out data; the first of n sets is all layers.
+    """Loss and metric of a model with only some of its layers, on held-out data. The first of n sets is all layers.
 
     Attributes:
         layers (`list[list[int]]`): the n sets, 1-based, each smaller than the one before.
         metric (`str`): name of the metric.
         losses, values (float64 `[n]`): the task loss and the metric.
         ratios (float64 `[n]`): each loss over that of all layers.
-        lower, upper (float64 `[n]`): ends of the 95 % intervals of the ratios; infinite where there are too few
-            examples.
+        lower, upper (float64 `[n]`): ends of the 95 % intervals of the ratios; infinite if there are too few examples.
         items (`int`): labelled examples or tokens that were read.
-        max_rise (`float`): the share by which the loss may rise; the verdicts are about it.
-        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+        max_rise (`float`): the share by which the loss may rise, according to which sets are judged.
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, if it is known.
         learned (`list[bool]`, *optional*): whether each set's loss is shown not to be at chance, as in a verdict.
         at_chance (`list[bool]`, *optional*): whether each set's loss is shown to be at chance.
-        healed (`list[bool]`, *optional*): of each set, whether a model that was healed to it stands for it.
+        healed (`list[bool]`, *optional*): for each set, whether a model that was healed to it was measured.
         agreement (float64 `[n]`, *optional*): share of the labelled examples or tokens for which the set predicts
-            the same class as all layers; none for models that predict numbers.
+            the same class as all layers; `None` for models that predict numbers.
     """
 
     layers: list[list[int]]
@@ -81,9 +80,10 @@ class LayerSetProfile(Result):
     agreement: np.ndarray | None = None
 
     def verdicts(self, max_rise: float | None = None) -> list[str]:
-        """Of each set, whether its loss is at most `max_rise` (by default the profile's) above that of all layers:
-        "met" and "not met" where the intervals show it, else "not shown". A set at chance is not met, and one that may
-        be at chance is not shown.
+        """For each set, whether its loss is at most `max_rise` (by default the profile's) above that of all layers:
+        "met" or "not met" if the intervals show it, else "not shown".
+
+        A set at chance is "not met", and one that may be at chance is "not shown".
         """
         if max_rise is None:
             max_rise = self.max_rise
@@ -100,7 +100,7 @@ class LayerSetProfile(Result):
         return verdicts
 
     def _may_have_learned(self, index: int) -> bool:
-        """Whether a set is shown not to be at chance; true where the loss at chance is not known."""
+        """Whether a set is shown not to be at chance; True if the loss at chance is not known."""
         if self.learned is not None:
             return self.learned[index]
         # Files of version 0.2 have no intervals of the losses.
@@ -118,7 +118,7 @@ class LayerSetProfile(Result):
 
     @property
     def headline(self) -> str:
-        """The verdict on leaving out layers in one line: of the smallest set that is met, else of the first set."""
+        """The verdict on leaving out layers in one line, for the smallest set that is met, else for the first set."""
         index = self.layers.index(self.smallest())
         if index == 0:
             index = min(1, len(self.layers) - 1)
@@ -160,7 +160,7 @@ class LayerSetProfile(Result):
         return row
 
     def _interval(self, index: int) -> str:
-        """The interval of the rise of a set, in words; "-" where there are too few examples for one."""
+        """The interval of the rise of a set, in words; "-" if there are too few examples."""
         lower = 100 * (self.lower[index] - 1)
         upper = 100 * (self.upper[index] - 1)
         if not np.isfinite(upper - lower):
@@ -169,7 +169,7 @@ class LayerSetProfile(Result):
 
 
 def spans(layers: Sequence[int]) -> str:
-    """Layers as people write them: "1-12,19-30"."""
+    """Layers in words: "1-12,19-30"."""
     parts = []
     for layer in layers:
         if parts and parts[-1][1] == layer - 1:
@@ -180,7 +180,7 @@ def spans(layers: Sequence[int]) -> str:
 
 
 def layers_in(text: str) -> list[int]:
-    """The layers that a text such as "1-12,19-30" names; ValueError where it names none."""
+    """The layers that a text such as "1-12,19-30" names; ValueError if it names none."""
     layers = []
     try:
         for part in text.split(","):
@@ -198,10 +198,11 @@ def layers_in(text: str) -> list[int]:
 def find_layer_sets(
     model: nn.Module, dataset: Dataset | DataLoader, fewest: int, **settings
 ) -> list[list[int]]:
-    """Nested sets of layers, from all L down to `fewest`. Each step removes the layer that hurts least on `dataset`.
+    """Find nested sets of layers, from all L down to `fewest`. Each step removes the layer that hurts least on
+    `dataset`.
 
-    It reads `dataset` some L times for each layer that is left out: a few hundred rows are enough. They must be others
-    than those of the verdict.
+    It reads `dataset` about L times for each layer that is left out, so give it a few hundred rows. Take other rows
+    for the verdict.
 
     Args:
         model (`nn.Module`): with a stack of layers, on its device.
@@ -210,7 +211,7 @@ def find_layer_sets(
         settings: `batch_size`, `processing_class`, `progress` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError where the layers cannot be left out, `fewest` is out of range, or there are no rows.
+    ValueError if the layers cannot be left out, `fewest` is out of range, or there are no rows.
     """
     progress = settings.pop("progress", False)
     evaluation = Evaluation(model, dataset, **settings)
@@ -246,14 +247,14 @@ def layer_set_profile(
     healed: Sequence[nn.Module | None] = (),
     **settings,
 ) -> LayerSetProfile:
-    """Loss and metric of `model` with each of several sets of `layers`, on `dataset`; all layers come first.
+    """Measure loss and metric of `model` with each of several sets of `layers` on `dataset`. All layers come first.
 
     Args:
-        model, dataset, settings: as of [`find_layer_sets`], whose errors this has, too.
+        model, dataset, settings: as in [`find_layer_sets`], which has the same errors.
         layers (sequence of sequences of `int`): the sets, each smaller than the one before.
         max_rise (`float`): the share by which the loss may rise.
-        healed (sequence of `nn.Module`, *optional*): for each of `layers` the model that was healed to it, which is
-            measured in its place; `None` for a set that was not.
+        healed (sequence of `nn.Module`, *optional*): for each of `layers`, a model that was healed to it, to measure
+            in its place; `None` for a set without one.
     """
     evaluation = Evaluation(model, dataset, **settings)
     totals = None
@@ -271,7 +272,7 @@ def layer_set_profile(
 
 
 class _SetTotals:
-    """What the sets of layers have lost on the batches so far; the first set is all layers."""
+    """The losses of the sets of layers on the batches so far; the first set is all layers."""
 
     def __init__(
         self,
@@ -369,7 +370,7 @@ class _SetTotals:
 
 
 def _chosen_classes(task: TaskLoss, outputs, batch) -> torch.Tensor | None:
-    """The likeliest class of each labelled row or token, `[items]`; `None` where classes are not what is predicted."""
+    """The likeliest class of each labelled row or token, `[items]`; `None` if the model does not predict classes."""
     logits, labels = task.predictions(outputs, batch)
     if labels.is_floating_point() or logits.shape[:-1] != labels.shape:
         return None
@@ -377,7 +378,7 @@ def _chosen_classes(task: TaskLoss, outputs, batch) -> torch.Tensor | None:
 
 
 def _agreement(choices: Sequence[torch.Tensor | None]) -> np.ndarray:
-    """How many of the classes are as those of the first, `[sets]`; not a number where they are not known."""
+    """How many classes are the same as those of the first set, `[sets]`; NaN if they are not known."""
     if choices[0] is None:
         return np.full(len(choices), np.nan)
     return np.array([float((chosen == choices[0]).sum()) for chosen in choices])

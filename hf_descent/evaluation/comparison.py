@@ -1,7 +1,7 @@
-"""Tests whether one way of training is better than another, from groups of runs that differ in the seed alone.
+"""Tests whether one way of training is better than another, from groups of runs that differ only in the seed.
 
-Every seed is evaluated on every row of the held-out data, as every reader judges every case in a reader study, and
-the test is that of reader studies. The variance of the difference has a part of the seeds, and a part of the rows
+Every seed is evaluated on every row of the held-out data, as every reader judges every case in a reader study. So the
+test is the one of reader studies. The variance of the difference has a part of the seeds, and a part of the rows
 beyond the interaction of both. A difference must be significant by their sum, and by each part alone, since few seeds
 may agree by chance. Runs with the same seeds on both sides are paired by seed. Otherwise the seed variances of both
 sides are added (Welch). All runs must have been evaluated on the same batches with the same noise.
@@ -45,14 +45,14 @@ COMMON = ("seed", "perturbation", "batch_size", "samples", "data")
 class Run:
     """One trained model's results."""
 
-    folder: str  # where they were read
+    folder: str  # the results were read here
     curve: NoiseCurve | None
     profiles: dict[float, LayerProfile] = field(default_factory=dict)  # by noise level
     summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`, if there is one
 
     @classmethod
     def load(cls, folder: str, needs_curve: bool = True) -> "Run":
-        """Reads a run's folder; ValueError where it `needs_curve` and holds none of its last training."""
+        """Read the folder of a run; ValueError if it `needs_curve` and has none of its last training."""
         run = RunFolder(folder)
         curves = run.results(NoiseCurve, "noise_curve")
         if needs_curve and not run.path.is_dir():
@@ -70,12 +70,12 @@ class Run:
 
     @property
     def seed(self) -> int | None:
-        """The seed of the training, where it is recorded."""
+        """The seed of the training, if it is recorded."""
         return self.summary.get("arguments", {}).get("seed")
 
     @property
     def objective(self) -> type[Objective] | None:
-        """The class of the training's objective; `None` where it is not recorded."""
+        """The class of the training's objective; `None` if it is not recorded."""
         name = self.summary.get("objective")
         if name is None:
             return None
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def was_constrained(self) -> bool:
-        """Whether the training asked something of each layer, as far as is known."""
+        """Whether the training had constraints, as far as is known."""
         return self.objective is None or self.objective.is_constrained
 
     @property
@@ -99,7 +99,8 @@ class Run:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What each row asked and reached there. `None` without constraints, or without a profile at that level."""
+        """The verdict at the noise level of training. `None` without constraints, or without a profile at that
+        level."""
         profile = self.profiles.get(self.gamma_train or 0.0)
         if profile is None or profile.problem is None:
             return None
@@ -120,9 +121,9 @@ def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
 
 @dataclass
 class Difference:
-    """How much better one group of runs is than another: the metric, averaged over the noise levels.
+    """How much better one group of runs is than another, by the metric averaged over the noise levels.
 
-    For a single run on either side `radius` is infinite and `p_value` is not a number.
+    With a single run on either side `radius` is infinite and `p_value` is NaN.
     """
 
     baseline: str
@@ -191,7 +192,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
 
 
 def _conditions(curve: NoiseCurve) -> dict[str, Any]:
-    """What curves that are compared must have in common."""
+    """The settings that curves must have in common to be compared."""
     conditions = {name: curve.settings.get(name) for name in COMMON}
     conditions["metric"] = curve.metric
     conditions["scale"] = curve.scale
@@ -211,7 +212,7 @@ def difference(
     of_data, *with_seeds = _tests(_parts(before), _parts(after), is_paired)
     data_radius = of_data.radius(confidence)
 
-    # Few seeds may agree by chance, and hide the data's part: the widest interval counts.
+    # Few seeds may agree by chance, and hide the part of the data, so the widest interval counts.
     radius = np.inf
     freedom = 0.0
     p_value = np.nan
@@ -276,8 +277,8 @@ def _student_t():
 
 
 def _tests(before: np.ndarray, after: np.ndarray, is_paired: bool) -> list[_Test]:
-    """Tests of the difference of two groups, from the parts of rows `[seeds, rows]`: over the data alone and, with
-    several seeds, over the seeds alone and over both."""
+    """Tests of the difference of two groups, from the parts of rows `[seeds, rows]`: over the data, and with several
+    seeds also over the seeds, and over both."""
     count = before.shape[1]
     of_rows = after.mean(axis=0) - before.mean(axis=0)
     of_data = float(of_rows.var(ddof=1) / count)
@@ -318,7 +319,7 @@ class Comparison:
 
     @property
     def gamma_train(self) -> float | None:
-        """The largest noise level of training, the same for all groups; `None` where no run has one."""
+        """The largest noise level of training, the same for all groups; `None` if no run has one."""
         levels = [run.curve.gamma_train for runs in self.groups.values() for run in runs]
         return max((level for level in levels if level is not None), default=None)
 
@@ -364,11 +365,11 @@ class Comparison:
 
     @property
     def _noise_units(self) -> set[float | None]:
-        """The noise of level 1 of each run; of the embeddings of texts another in each model."""
+        """The deviation of noise of level 1 in each run. On embeddings of texts it differs between models."""
         return {run.curve.settings.get("sigma") for runs in self.groups.values() for run in runs}
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """Of a group (mean, deviation) of each summary, and (feasible, judged) runs."""
+        """(mean, deviation) of each summary of a group, and its (feasible, judged) runs."""
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
         summary = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
         for name in SUMMARIES:
@@ -385,7 +386,7 @@ class Comparison:
 
 
 def _mean_and_deviation(values: Sequence[float | None]) -> tuple[float, float]:
-    """Over seeds; not a number where a value is `None`, or for the deviation of a single one."""
+    """Mean and deviation over seeds; NaN if a value is `None`, and for the deviation of a single value."""
     column = np.array(values, dtype=float)
     deviation = column.std(ddof=1) if len(column) > 1 else np.nan
     return column.mean(), deviation
@@ -396,12 +397,12 @@ def compare(
     baseline: str | None = None,
     confidence: float = 0.95,
 ) -> Comparison:
-    """Reads runs and tests every group of them against a baseline.
+    """Read runs, and test every group of them against a baseline.
 
     Args:
-        runs (sequence of `str`, or mapping): folders of evaluated runs, grouped by their names without the number at
-            the end, the seed (`descent-1`, `descent-2`); or the groups themselves, name -> folders.
-        baseline (`str`, *optional*): name of the group to compare with; the first where not given.
+        runs (sequence of `str`, or mapping): folders of evaluated runs, grouped by their names without the seed at the
+            end (`descent-1`, `descent-2`); or the groups themselves, name -> folders.
+        baseline (`str`, *optional*): name of the group to compare with. Default: the first.
         confidence (`float`): level at which all verdicts hold together (Bonferroni over the groups).
 
     ValueError for a folder that was not evaluated, two runs of a group with the same seed, fewer than two groups, runs
@@ -446,7 +447,7 @@ def _check_seeds(group: str, runs: Sequence[Run]) -> None:
 
 
 def group_of(folder: str) -> str:
-    """The name of a run's group: that of its folder, without the seed at the end."""
+    """The name of a run's group: the name of its folder, without the seed at the end."""
     name = os.path.basename(os.path.normpath(folder))
     return re.sub(r"[-_=](seed[-_=]?)?\d+$", "", name).strip("_")
 

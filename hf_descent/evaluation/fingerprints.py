@@ -1,4 +1,4 @@
-"""Fingerprints of data: short texts by which results tell whether they are of the same data in the same batches."""
+"""Fingerprints: short texts that are the same for the same data in the same batches."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, Subset
 from .row_sums import of_all_processes
 
 
-# Of a data set: others that differ in a twentieth hardly ever agree in all of these rows.
+# Rows sampled of a data set. Data sets that differ in a twentieth of their rows hardly ever agree in all of these.
 SAMPLED_ROWS = 64
-SEED = 0  # of the order of a sample
+SEED = 0  # seed of the order of a sample
 
 
 class Fingerprint:
@@ -30,7 +30,7 @@ class Fingerprint:
         self._batches.append((index, batch))
 
     def text(self) -> str:
-        """The text of the batches of all processes, each of which calls."""
+        """The text of the batches of all processes; every process calls it."""
         batches = sorted(of_all_processes(self._batches, self._accelerator))
         return digest_of(repr(batches))
 
@@ -56,8 +56,8 @@ def sample_of(data: Dataset | list, most_rows: int = SAMPLED_ROWS) -> Subset:
 
 
 def fingerprint_of_examples(count: int, examples: Iterable[Mapping[str, Any]]) -> str | None:
-    """A short text of some of the `count` examples of a data set, each collated by itself, since padding depends on
-    the other rows of a batch; `None` where they hold no tensors."""
+    """A short text of some of the `count` examples of a data set; `None` if they hold no tensors. Each is collated by
+    itself, since padding depends on the other rows of a batch."""
     tensors = [
         (f"{count} {name}", value)
         for example in examples

@@ -1,12 +1,12 @@
-"""Confidence limits of means over rows, made for losses: most rows are small and a few are large.
+"""Confidence limits of means over rows. They are made for losses: most are small, and a few are large.
 
 A t interval takes the mean as symmetric around its expectation. Losses are not: a sample of confident predictions
 often misses the few rows with a large loss, and then both its mean and its deviation are too small. So a limit here
 
-- counts one row more, which was not seen and lies further out on that side than the worst row that was;
+- counts one unseen row more, which lies further out on that side than the worst row that was seen;
 - corrects the t quantile for the skewness of the rows (Hall's transformation, the monotone form of Johnson's).
 
-`recipes/benchmarks/verdict_coverage.py` measures how often a verdict by these limits is wrong, and by others.
+`recipes/benchmarks/verdict_coverage.py` measures how often verdicts by these limits, and by others, are wrong.
 
 Sources: Johnson (1978), Journal of the American Statistical Association 73: 536-544; Hall (1992), Journal of the Royal
 Statistical Society B 54: 221-228.
@@ -22,15 +22,15 @@ from ..special import student_t_quantile
 
 
 LEAST_ROWS = 30  # with fewer there are no limits
-LEAST_SKEWED_ROWS = 100  # nor with fewer on the side of a long tail
+LEAST_SKEWED_ROWS = 100  # nor with fewer than these on the side of a long tail
 LARGEST_SKEWNESS = 1.0  # from here on the tail is long
-# The deviation of the unseen row from the mean of 100 rows, in units of that of the worst row, and by which power of
-# the number of rows it falls: by the measurement above.
+# The deviation of the unseen row from the mean of 100 rows, in units of the worst row's, and the power of the number
+# of rows by which it falls. Both were chosen by the measurement above.
 UNSEEN, UNSEEN_DECAY = 1.5, 0.2
 
 
 def check_confidence(confidence: float) -> None:
-    """ValueError unless it is a level."""
+    """ValueError unless `confidence` is a level."""
     if not 0 < confidence < 1:
         raise ValueError(
             f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95."
@@ -44,10 +44,10 @@ def values_of_rows(
 
     Args:
         statistic: maps the losses float64 `[L]` to values `[m]`.
-        rows (float64 `[n, L + 1]`): of each row the sums of its losses, and its items.
+        rows (float64 `[n, L + 1]`): for each row the sums of its losses, and its items.
 
-    Returns the values `[m]` of all rows, and `[n, m]`, whose mean they are: what the statistic, linear near these
-    losses, gives of each row by itself.
+    Returns the values `[m]` for all rows together, and `[n, m]`, the part of each row: the values are the mean of the
+    parts. The statistic is taken as linear near these losses.
     """
     losses = rows[:, :-1].sum(axis=0) / rows[:, -1].sum()  # [L]
     values = statistic(losses)
@@ -66,10 +66,10 @@ def confidence_limits(rows: np.ndarray, confidence: float = 0.95) -> tuple[np.nd
     """The lower and the upper limit of the expectation of `rows`, independent draws; each `[...]`.
 
     Args:
-        rows (float64 `[n, ...]`): the draws; columns are judged each for itself.
-        confidence (`float`): of both limits together; each errs in half of the rest.
+        rows (float64 `[n, ...]`): the draws; each column is judged by itself.
+        confidence (`float`): the confidence of both limits together; each errs in half of the rest.
 
-    Infinite where there are too few examples to tell.
+    Infinite if there are too few examples.
     """
     check_confidence(confidence)
     one_sided = (1 + confidence) / 2
@@ -81,8 +81,8 @@ def limits_above_chance(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The limits of how far the loss of each layer lies above 98 % of the loss of guessing, `[L]` each.
 
-    A layer is shown not to be at chance where its upper limit is below 0, and shown to be at chance where its lower
-    limit is above 0.
+    A layer is shown not to be at chance if its upper limit is below 0, and shown to be at chance if its lower limit is
+    above 0.
 
     Args:
         rows (float64 `[n, L + 1]`): of each row the sums of its losses, and its items.
@@ -95,8 +95,8 @@ def limits_above_chance(
 
 
 def half_widths(rows: np.ndarray, confidence: float = 0.95) -> np.ndarray:
-    """Half-widths `[...]` of the intervals between the [`confidence_limits`] of `rows` `[n, ...]`; not a number where
-    there are too few examples."""
+    """Half-widths `[...]` of the intervals between the [`confidence_limits`] of `rows` `[n, ...]`; NaN if there are
+    too few examples."""
     lower, upper = confidence_limits(rows, confidence)
     width = upper - lower
     return np.where(np.isinf(width), np.nan, width / 2)
@@ -159,6 +159,6 @@ def _corrected_quantile(skewness: np.ndarray, size: int, confidence: float) -> n
 
 
 def _divided(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
-    """The quotient; 0 where the denominator is."""
+    """The quotient; 0 if the denominator is 0."""
     is_zero = denominator == 0
     return np.where(is_zero, 0.0, numerator / np.where(is_zero, 1.0, denominator))

@@ -1,5 +1,5 @@
-"""The lens: what every layer of a model knows already, without training. Its loss and metric by the model's own head,
-how sure its predictions are, and how large its hidden states.
+"""The lens: what every layer of a model knows already, without training. It measures the loss and metric of each layer
+by the model's own head, how sure its predictions are, and how large its hidden states are.
 
 Reading hidden states by the model's head: nostalgebraist (2020), "interpreting GPT: the logit lens".
 """
@@ -31,11 +31,12 @@ NEAR = 1.05  # times the last layer's loss
 
 @dataclass
 class Lens(Result):
-    """What each of L layers knows, on held-out data; layer l at index l-1, `..._radii` are halves of 95 % intervals.
+    """What each of L layers knows, on held-out data. Layer l is at index l-1; `..._radii` are half-widths of 95 %
+    intervals.
 
     Attributes:
         metric (`str`): name of the metric.
-        losses, loss_radii (float64 `[L]`): the task loss, read by the model's own head.
+        losses, loss_radii (float64 `[L]`): the task loss, by the model's own head.
         values, value_radii (float64 `[L]`): the metric.
         entropies, entropy_radii (float64 `[L]`): mean entropy of the predictions, in nats: 0 is sure.
         norms, norm_radii (float64 `[L]`): mean Euclidean norm of the hidden states of all tokens.
@@ -70,7 +71,7 @@ class Lens(Result):
         }
 
     def rows(self) -> list[list[str]]:
-        """The cells of a table, a row for each layer under one of titles."""
+        """The cells of a table: a row of titles, then a row for each layer."""
         titles = ["layer"]
         columns = [[f"{layer}" for layer in range(1, len(self.losses) + 1)]]
         measures = dict(self.measures)
@@ -85,7 +86,7 @@ class Lens(Result):
 
     @property
     def summary(self) -> str:
-        """What was found, in one or two sentences."""
+        """The findings, in one or two sentences."""
         depth = len(self.losses)
         last = self.losses[-1]
         if not np.isfinite(last):
@@ -108,7 +109,7 @@ class Lens(Result):
         return text
 
     def _first_near(self, losses: np.ndarray) -> int:
-        """The first layer of `losses` that is near the last one."""
+        """The first layer whose loss in `losses` is near that of the last one."""
         return int(np.argmax(losses <= NEAR * self.losses[-1])) + 1
 
     def __str__(self) -> str:
@@ -124,13 +125,13 @@ def lens(
     fitted: LayerOutputs | None = None,
     **settings,
 ) -> Lens:
-    """Loss, metric, entropy and norm of every layer of `model`, through the readout that its layers share.
+    """Measure loss, metric, entropy and norm of every layer of `model`, through the readout that its layers share.
 
     Args:
         model (`nn.Module`): a classifier or a language model, on its device.
         dataset (`Dataset` or `DataLoader`): labelled held-out examples.
-        fitted (function, *optional*): the outputs of every layer for a batch, read in another way, such as
-            `fit_lens(model, train).layer_outputs`; their losses stand beside those by the head alone.
+        fitted (function, *optional*): gives the outputs of every layer for a batch, read in another way, such as
+            `fit_lens(model, train).layer_outputs`. Their losses stand beside those by the head alone.
         settings: `batch_size`, `processing_class`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
@@ -166,7 +167,7 @@ def lens(
 
 
 def _loss_sums_of_rows(evaluation: Evaluation, layer_outputs: LayerOutputs) -> np.ndarray:
-    """Of each row the sums of its losses at every layer, and its items, as those of a layer profile; float64
+    """For each row the sums of its losses at every layer, and its items, as in a layer profile; float64
     `[rows, L + 1]`."""
     rows = RowSums()
     row_losses = None
@@ -192,8 +193,8 @@ def _loss_sums_of_rows(evaluation: Evaluation, layer_outputs: LayerOutputs) -> n
 
 
 def _sums_of_rows(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row the sums of its entropies and its norms at every layer, each with what they are sums over in the
-    last column; float64 `[rows, L + 1]` each."""
+    """For each row the sums of its entropies, and of its norms, at every layer; float64 `[rows, L + 1]` each. The last
+    columns have the numbers that were added up."""
     entropies = []
     norms = []
     reader = None
@@ -250,7 +251,7 @@ def _norms(hidden: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _joined(layers: list[torch.Tensor]) -> np.ndarray:
-    """Sums and counts of each layer `[rows, 2]` as sums of all layers and counts, `[rows, L + 1]`."""
+    """Sums and counts `[rows, 2]` of each layer, joined to the sums of all layers, and the counts; `[rows, L + 1]`."""
     sums = [layer[:, 0] for layer in layers]
     return torch.stack([*sums, layers[-1][:, 1]], dim=1).double().cpu().numpy()
 

@@ -35,7 +35,8 @@ SUMMARIES = ("auc", "auc_over_range", "auc_id", "auc_ood", "mean_over_levels")
 
 @dataclass
 class NoiseCurve(Result):
-    """Metric and loss at G noise levels, for repeated noise draws; `noise_curve.json` has the attributes as keys.
+    """Metric and loss at G noise levels, for repeated draws of the noise. `noise_curve.json` has the attributes as
+    keys.
 
     Attributes:
         metric (`str`): name of the metric.
@@ -44,9 +45,9 @@ class NoiseCurve(Result):
         losses (float64 `[G, draws]`): the task loss.
         gamma_train (`float`, *optional*): the training level; levels up to it are in-distribution (ID), others
             out-of-distribution (OOD).
-        parts (float64 `[rows, G]`, *optional*): the part of each row of the data in `mean`, which is their mean: the
-            source of every confidence interval.
-        scale (`float`): factor of the rmse.
+        parts (float64 `[rows, G]`, *optional*): the part of each row of the data in `mean`, which is the mean of the
+            parts. All confidence intervals come from them.
+        scale (`float`): factor by which the rmse was multiplied.
         greater_is_better (`bool`): whether more of the metric is better.
         settings (`dict`): seed, draws, batch size, samples (where the data has a length), sigma, perturbation and a
             fingerprint of the data. Curves with equal seed, batch size and data have common random numbers.
@@ -108,21 +109,21 @@ class NoiseCurve(Result):
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
-        of the data and the draws of the noise; not a number with too few examples or where the property is `None`."""
+        of the data and the draws of the noise. NaN with too few examples, or if the property is `None`."""
         if self.parts is None:
             return float("nan")
         return half_widths(self.parts_of(name), confidence)
 
     def parts_of(self, name: str) -> np.ndarray:
-        """The part of each row of the data in the property `name`, whose mean it is, `[rows, ...]`."""
-        # Every summary is linear in the curve: it is known by its values on curves that are 1 at one level.
+        """The part of each row of the data in the property `name`, which is the mean of the parts; `[rows, ...]`."""
+        # Every summary is linear in the curve, so its values on curves that are 1 at one level say all about it.
         units = np.eye(len(self.gammas))
         curves = [replace(self, values=unit[:, None], parts=None) for unit in units]
         weights = np.array([getattr(curve, name) for curve in curves], dtype=float)  # [G, ...]
         return self.parts @ weights
 
     def _average(self, low: float, high: float) -> float:
-        """Mean of the piecewise linear curve over [low, high]; its value where they coincide."""
+        """Mean of the piecewise linear curve over [low, high]; its value there if they coincide."""
         inside = self.gammas[(self.gammas > low) & (self.gammas < high)]
         grid = np.array([low, *inside, high])
         curve = np.interp(grid, self.gammas, self.mean)
@@ -179,10 +180,11 @@ def noise_curve(
     noise: EmbeddingNoise | None = None,
     **settings,
 ) -> NoiseCurve:
-    """Metric and loss of `model` at every noise level, each with `draws` draws of the noise.
+    """Measure metric and loss of `model` at every noise level, each with `draws` draws of the noise.
 
-    The noise depends on (seed, draw, level, batch) and the kind of device alone: models that embed the same batches to
-    the same shape are compared under common random numbers. Each batch is collated once. The model's mode is restored.
+    The noise depends only on (seed, draw, level, batch) and the kind of device, so that models which embed the same
+    batches to the same shape are compared under the same noise. Each batch is collated once. The model's mode is
+    restored.
 
     Args:
         model, dataset: see [`~evaluation.scoring.Evaluation`].
@@ -194,8 +196,8 @@ def noise_curve(
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError for no levels or draws, an empty dataset, labels that do not suit the metric, or `noise` that is
-    attached already.
+    Returns the [`NoiseCurve`]. ValueError if there are no levels, draws or examples, the labels do not suit the
+    metric, or `noise` is attached already.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     trained = levels_of("gamma_train", () if gamma_train is None else gamma_train)

@@ -1,4 +1,4 @@
-"""What an evaluation keeps of each row of the data: the sums of its losses or of its metric, and what they count.
+"""What an evaluation keeps of each row of the data: the sums of its losses or its metric, and the number of items.
 
 A row is an example, or a document of packed texts. Intervals made of rows depend neither on their order nor on how
 they were batched or shared among processes. Two evaluations of the same data have their rows in the same order, so
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 
-MOST_ROWS = 2**15  # more are added up in groups drawn at random
+MOST_ROWS = 2**15  # if there are more, they are added up in groups drawn at random
 GROUPS = 2**12
 
 
@@ -35,20 +35,20 @@ class RowSums:
     """The sums of the rows that this process has read."""
 
     parts: tuple[torch.Tensor, ...] = ()  # [rows, layers + 1] each: losses and, last, items
-    # Batches whose loss could not be split into rows, each of which is then one row; a scalar tensor.
+    # The number of batches whose loss could not be split into rows; each counts as one row. A scalar tensor.
     whole_batches: torch.Tensor | int = 0
 
     def plus(self, sums: torch.Tensor, is_split: torch.Tensor | bool = True) -> "RowSums":
-        """These, with the rows of one more batch, `[rows, layers + 1]`."""
+        """The sums with the rows of one more batch, `[rows, layers + 1]`."""
         is_whole = 1 - torch.as_tensor(is_split, device=sums.device).int()
         return RowSums((*self.parts, sums), self.whole_batches + is_whole)
 
     def gathered(
         self, over_processes: bool = True, earlier: Sequence[Mapping[int, torch.Tensor]] = ()
     ) -> GatheredRows:
-        """The rows of all processes, each of which calls; of more than `MOST_ROWS` rows, groups of them.
+        """The rows of all processes; every process calls it. More than `MOST_ROWS` rows are added up in groups.
 
-        `earlier` are readings of some batches of the same data in this process, `[rows, 2]` by their numbers.
+        `earlier` are readings of some batches of the same data in this process: batch number -> `[rows, 2]`.
         """
         mine = (
             [part.cpu().double().numpy() for part in self.parts],
@@ -67,7 +67,8 @@ class RowSums:
         return GatheredRows(kept[kept[:, -1] > 0], whole_batches, beside)
 
     def _beside(self, reading: Mapping[int, torch.Tensor]) -> list[np.ndarray]:
-        """An earlier reading of these parts, `[rows, 2]` each; zeros for batches that it left out or had otherwise."""
+        """An earlier reading of these parts, `[rows, 2]` each; zeros for batches that it left out, or that had other
+        rows."""
         parts = []
         for number, part in enumerate(self.parts):
             earlier = reading.get(number)
@@ -91,7 +92,7 @@ class MetricRows:
     def gathered(self) -> np.ndarray:
         """The rows of all processes that count something, in the order of the data, `[rows, ..., 2]`.
 
-        Each process calls. Of more than `MOST_ROWS` rows they are groups. ValueError where nothing counts.
+        Every process calls it. More than `MOST_ROWS` rows are added up in groups. ValueError if nothing counts.
         """
         batches = of_all_processes(self._batches, self._accelerator)
         batches.sort(key=lambda batch: batch[0])
@@ -110,7 +111,7 @@ class MetricRows:
 
 
 def of_all_processes(values: list, accelerator: Accelerator | None) -> list:
-    """The lists of all processes of `accelerator`, one after the other; each process calls."""
+    """The lists of all processes of `accelerator`, one after the other; every process calls it."""
     if accelerator is None or accelerator.num_processes == 1:
         return list(values)
     return gather_object(values)
@@ -124,7 +125,7 @@ def no_labels() -> ValueError:
 
 
 def _in_order(processes: Sequence[Sequence[np.ndarray]]) -> np.ndarray:
-    """The rows of all processes in the order of the data, whose batches they take in turns."""
+    """The rows of all processes in the order of the data. The processes take its batches in turns."""
     turns = itertools.zip_longest(*processes)
     known = [part for turn in turns for part in turn if part is not None]
     if not known:
@@ -141,7 +142,7 @@ def _grouped(rows: np.ndarray) -> np.ndarray:
 
 
 def rounded(sums: np.ndarray) -> np.ndarray:
-    """Seven digits of each, as float32 has them, so that a file of them stays small."""
+    """The sums with seven digits, as float32 has them, so that their file stays small."""
     size = np.floor(np.log10(np.abs(sums), where=sums != 0, out=np.zeros_like(sums)))
     unit = 10.0 ** (6 - size)
     return np.round(sums * unit) / unit

@@ -1,4 +1,4 @@
-"""What every evaluation shares: batches, a model's loss and metric as sums over items, results on disk."""
+"""Shared by all evaluations: batches, the loss and metric of a model as sums over items, results on disk."""
 
 import inspect
 import math
@@ -33,15 +33,15 @@ CUSTOM = "a function (logits, labels) -> (sum, count)"
 
 
 def greater_is_better(metric: Metric) -> bool:
-    """The attribute of this name of a function, or of the function in a partial. Without it: yes, except for
-    "rmse"."""
+    """Whether more of a metric is better. A function says so by an attribute of this name; by default more is better,
+    except for "rmse"."""
     default = metric != "rmse"
     function = getattr(metric, "func", metric)
     return getattr(metric, "greater_is_better", getattr(function, "greater_is_better", default))
 
 
 def name_of(function: str | Callable) -> str:
-    """What results call a function: its name, also in a partial, or that of its class."""
+    """The name of a function in results: its own, also in a partial, or that of its class."""
     function = getattr(function, "func", function)
     if isinstance(function, str):
         return function
@@ -61,14 +61,15 @@ class Evaluation:
         scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         data_collator, processing_class, remove_unused_columns: as in `Trainer`.
         batch_size (`int`): samples per batch; the noise depends on it.
-        label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
+        label_names (sequence of `str`, *optional*): the label arguments. Default: those that `Trainer` finds.
         layer_loss_fn (function, *optional*): (outputs, labels, num_items_in_batch) -> mean loss, in place of the
             model's own; or Trainer's label smoother.
-        readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
+        readout (function, *optional*): readout(model, hidden, inputs) -> logits, if training used one.
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         progress (`bool`): show a progress bar over batches.
 
-    ValueError for an unknown metric; in use, for a batch without labels or labels that do not suit the metric.
+    ValueError for an unknown metric. When it is used, ValueError for a batch without labels, or with labels that do
+    not suit the metric.
     """
 
     model: nn.Module
@@ -118,7 +119,7 @@ class Evaluation:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the metric needs logits; for the accuracy [`TokenStatistics`] are enough."""
+        """Whether the metric needs logits. For the accuracy [`TokenStatistics`] are enough."""
         return self.metric != "accuracy"
 
     def batches(self, title: str = "") -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -142,7 +143,7 @@ class Evaluation:
             yield index, self._prepare(batch)
 
     def fingerprint_of_rows(self) -> str | None:
-        """That of a sample of the rows, which trainings record of theirs; the data set has a length."""
+        """The fingerprint of a sample of the rows, as trainings record it. The data set must have a length."""
         examples = DataLoader(sample_of(self.dataset), collate_fn=self._collate)
         return fingerprint_of_examples(len(self.dataset), examples)
 
@@ -169,10 +170,11 @@ class Evaluation:
         return np.array([loss * int(items), int(items)])
 
     def metric_sums(self, outputs: Any, inputs: Mapping[str, Any]) -> np.ndarray:
-        """(metric sum, metric count) of each row of one batch, of packed texts of each document; float64 `[rows, 2]`.
+        """(metric sum, metric count) of each row of one batch, float64 `[rows, 2]`. In packed texts a row is a
+        document.
 
-        `outputs` are the model's, or [`TokenStatistics`] where no logits are made. A metric whose rows do not add up
-        to the batch's has the whole batch in the first row, and nothing in the others.
+        `outputs` are the model's, or [`TokenStatistics`] if no logits are made. If a metric of rows does not add up to
+        that of the batch, the whole batch is in the first row, and the others are zero.
         """
         if isinstance(outputs, TokenStatistics):
             labels = self.task.predicted_labels(inputs)
@@ -200,7 +202,7 @@ class Evaluation:
         return sums
 
     def _scored(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits and labels that the metric takes; of multi-label ones two classes a label."""
+        """The logits and labels that the metric takes. Each of several labels per row becomes two classes."""
         logits, labels = self.task.predictions(outputs, inputs)
         # The first forward may find out the `problem_type`.
         problem = getattr(getattr(self._inner, "config", None), "problem_type", None)
@@ -209,7 +211,8 @@ class Evaluation:
         return logits, labels
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
-        """A short text that differs for other data: of its signal and labels, which models of any kind share."""
+        """A short text that differs for other data. It depends on the signal and the labels, so not on the kind of
+        model."""
         names = [getattr(self._inner, "main_input_name", "input_ids"), *self.task.label_names]
         return fingerprint_of_tensors(
             (name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name))
@@ -231,14 +234,14 @@ class Result:
 
     @classmethod
     def from_json(cls, path: str):
-        """The result that `to_json` wrote, without attributes that only former versions had."""
+        """The result that `to_json` wrote. Attributes that only former versions had are left out."""
         names = {attribute.name for attribute in fields(cls)}
         values = read_json(path)
         return cls(**{name: value for name, value in values.items() if name in names})
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text. The first column is aligned to the left; "-" stands for what is not a number."""
+    """A table as text. The first column is aligned to the left; "-" stands for NaN."""
     rows = [["-" if cell.startswith("nan") else cell for cell in row] for row in rows]
     first, *others = zip(*rows)
     columns = [_aligned(first, str.ljust), *(_aligned(column, str.rjust) for column in others)]
@@ -265,7 +268,7 @@ def metric_value(metric: str, scale: float, sums: np.ndarray) -> np.ndarray:
 def metric_of_rows(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
     """The part of each row in the metric, `[n, ..., 2]` -> `[n, ...]`: their mean is the metric.
 
-    Of a mean over items, and of its root, it is the first order of what the row adds (the delta method).
+    The metric is a mean over items, or its root; a part is the first order of what the row adds (the delta method).
     """
     totals = rows.sum(axis=0)
     value = metric_value(metric, scale, totals)  # [...]
@@ -279,7 +282,7 @@ def metric_of_rows(metric: str, scale: float, rows: np.ndarray) -> np.ndarray:
 def noisy(
     noise: EmbeddingNoise | None, gamma: float, draw: int, batch: int
 ) -> AbstractContextManager:
-    """Within it the model's input has the noise of this level, draw and batch; without noise at level 0."""
+    """Within it the input of the model has the noise of this level, draw and batch; none at level 0."""
     if noise is None or not gamma:
         return nullcontext()
     # The key has the level itself, so that grids that share a level share its noise.
@@ -314,7 +317,7 @@ def _hits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, tor
     largest, predicted = logits.max(-1)
     is_labelled = labels != IGNORE_INDEX
     hits = (predicted == labels).float()
-    # Where a logit is not a number, `predicted` is just some class.
+    # If a logit is NaN, `predicted` is just some class.
     return torch.where(largest.isnan() & is_labelled, torch.nan, hits), is_labelled
 
 

@@ -21,13 +21,14 @@ from .scoring import format_table
 
 logger = logging.get_logger(__name__)
 
-# A run's folder of plain training. Its name begins so that neither Trainer nor `hf-descent card` uploads it.
+# The folder of plain training inside a run. Neither Trainer nor `hf-descent card` uploads names that begin with "_".
 PLAIN_FOLDER = "_plain"
-# Of this package's arguments those that plain training depends on, too.
+# Arguments of this package that plain training depends on, too.
 OF_THE_INPUT = {"noise_gamma", "noise_sigma"}
-# How the texts begin that stand for training examples which cannot be compared.
+# Prefix of the texts that stand for training examples which cannot be compared.
 UNREAD = "unread-"
-# What a training starts from, as `descent_config.json` names it, and what another one starts from.
+# Name in `descent_config.json` of something that a training starts from -> what to say if another training differs in
+# it.
 ORIGIN = {
     "weights": "other weights before training",
     "trained": "other parameters to train",
@@ -39,15 +40,15 @@ ORIGIN = {
 
 @dataclass
 class SideBySide:
-    """Two profiles of the layers on the same data.
+    """The layer profiles of a plainly trained model and of another one, on the same data. `print` shows both.
 
     Attributes:
-        plain ([`LayerProfile`]): of plain training.
-        trained ([`LayerProfile`]): of training with another objective, from the same start.
-        objective (`str`): that objective.
-        seconds (`tuple`): how long plain training and the other took; `None` for one where it is not known.
-        difference (`str`, *optional*): what plain training is known to have had beside another objective, such as
-            other training examples.
+        plain ([`LayerProfile`]): the profile after plain training.
+        trained ([`LayerProfile`]): the profile after training with another objective, from the same start.
+        objective (`str`): the other objective.
+        seconds (`tuple`): how long plain training and the other took; `None` if that is not known.
+        difference (`str`, *optional*): what else is known to have differed in plain training, such as other training
+            examples.
     """
 
     plain: LayerProfile
@@ -61,7 +62,7 @@ class SideBySide:
 
     @property
     def price(self) -> float:
-        """By what share the last layer's loss is above that of plain training; below 0 where it is lower."""
+        """How far the last layer's loss is above that of plain training, as a share; below 0 if it is lower."""
         return float(self.trained.losses[-1] / self.plain.losses[-1] - 1)
 
     @property
@@ -73,7 +74,7 @@ class SideBySide:
 
     @property
     def plain_certificate(self) -> Certificate | None:
-        """The verdict on the plain model, by the constraints of the other."""
+        """The verdict on the plain model, by the constraints of the other model."""
         if self.trained.problem is None:
             return None
         also_selected = self.plain.facts.get("also_selected", False)
@@ -82,7 +83,7 @@ class SideBySide:
 
     @property
     def headline(self) -> str:
-        """The verdict, or without constraints the price, in one line."""
+        """The verdict in one line; without constraints, the price."""
         verdict = self.certificate
         return f"price {self._price.text}" if verdict is None else verdict.headline
 
@@ -107,7 +108,7 @@ class SideBySide:
         return f"{self.tables}\n{self.headline}"
 
     def _plainly(self) -> str:
-        """What plain training meets of the constraints of the other."""
+        """The sentence that says how many of the constraints plain training meets."""
         verdicts = self.plain_certificate.verdicts
         met = verdicts.count(MET)
         if len(verdicts) == 1:
@@ -115,8 +116,8 @@ class SideBySide:
         return f"Plain training meets {met} of these {len(verdicts)} constraints."
 
     def _exits(self) -> list[str]:
-        """What each layer with a target costs against the whole of the plain model: a target refers to a last layer
-        that has its own price."""
+        """What each layer with a target costs against the whole plain model. The target itself refers to the model's
+        own last layer, which has a price."""
         plain = self.plain.losses[-1]
         if not plain > 0:
             return []
@@ -130,7 +131,7 @@ class SideBySide:
         ]
 
     def _times(self) -> list[str]:
-        """The line about the time of both trainings; none where one is not known."""
+        """The line about the time of both trainings; empty if one is not known."""
         plain, trained = self.seconds
         if plain is None or trained is None:
             return []
@@ -153,18 +154,18 @@ class SideBySide:
 
 
 def plain_folder(output_dir: str) -> str:
-    """Where plain training lies beside the run in `output_dir`."""
+    """The folder of plain training beside the run in `output_dir`."""
     return os.path.join(output_dir, PLAIN_FOLDER)
 
 
 def is_plain_folder(output_dir: str) -> bool:
-    """Whether a folder is that of plain training beside another run."""
+    """Whether a folder is one of plain training beside another run."""
     return os.path.basename(os.path.normpath(output_dir)) == PLAIN_FOLDER
 
 
 def plain_profiles(folder: str, summary: Mapping[str, Any]) -> list[LayerProfile]:
-    """The profiles of the plain run beside the run in `folder`; none where there is no such run, or where it is not
-    known to be trained as the run of `summary` was."""
+    """The profiles of the plain run beside the run in `folder`. Empty if there is no such run, or it is not known to
+    be trained as the run of `summary` was."""
     plain = RunFolder(plain_folder(folder))
     if not plain.path.is_dir() or not is_plain_run_of(summary, plain):
         return []
@@ -177,8 +178,8 @@ def is_unread(text: str | None) -> bool:
 
 
 def is_plain_run_of(summary: Mapping[str, Any], plain: RunFolder) -> bool:
-    """Whether a folder tells of plain training with the settings of the run of `summary`, from the same weights and on
-    the same rows. The log says why not where its settings are the same."""
+    """Whether a folder is one of plain training with the settings of the run of `summary`, from the same weights and
+    on the same rows. If only the settings are the same, the log says what differs."""
     other = plain.summary
     if not differ_in_objective_alone(summary, other):
         return False
@@ -189,8 +190,8 @@ def is_plain_run_of(summary: Mapping[str, Any], plain: RunFolder) -> bool:
 
 
 def unlike(origin: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str | None:
-    """Why two trainings cannot be compared by what they started from, each as `descent_config.json` has it; `None`
-    where they can."""
+    """Why two trainings cannot be compared; `None` if they can. `origin` and `other` are what they started from, as in
+    `descent_config.json`."""
     if not origin or not other:
         return (
             "what one of the two trainings started from was not recorded, as in earlier versions; "
@@ -208,7 +209,7 @@ def unlike(origin: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
 def known_difference(
     origin: Mapping[str, Any] | None, other: Mapping[str, Any] | None
 ) -> str | None:
-    """What the training of `other` is known to have had in place of that of `origin`; `None` where nothing is."""
+    """A known difference of the training of `other` to that of `origin`, in words; `None` if there is none."""
     for name, another in ORIGIN.items():
         texts = {(origin or {}).get(name), (other or {}).get(name)}
         is_known = not any(text is None or is_unread(text) for text in texts)
@@ -220,12 +221,12 @@ def known_difference(
 def plain_profile(
     folder: str, summary: Mapping[str, Any], profile: LayerProfile
 ) -> LayerProfile | None:
-    """The one of [`plain_profiles`] that is of the data and at the noise level of `profile`; `None` without it."""
+    """The one of [`plain_profiles`] with the data and the noise level of `profile`; `None` if there is none."""
     return of_same_data(plain_profiles(folder, summary), profile)
 
 
 def of_same_data(others: Iterable[LayerProfile], profile: LayerProfile) -> LayerProfile | None:
-    """The one of `others` that is of the data and at the noise level of `profile`; `None` without it."""
+    """The one of `others` with the data and the noise level of `profile`; `None` if there is none."""
     for other in others:
         if (other.data, other.gamma) == (profile.data, profile.gamma):
             return other
@@ -233,7 +234,7 @@ def of_same_data(others: Iterable[LayerProfile], profile: LayerProfile) -> Layer
 
 
 def side_by_side(folder: str) -> list[SideBySide]:
-    """The profiles in the folder of a run beside those of its plain run; those that were measured alike."""
+    """The profiles in the folder of a run, each beside the profile of its plain run that was measured alike."""
     run = RunFolder(folder)
     pairs = []
     for profile in run.results(LayerProfile, "layer_profile*"):
@@ -245,22 +246,22 @@ def side_by_side(folder: str) -> list[SideBySide]:
 
 
 def seconds_in(folder: str) -> float | None:
-    """How long the training of a folder took; `None` where neither its `descent_config.json` nor its
+    """How long the training of a folder took; `None` if neither its `descent_config.json` nor its
     `trainer_state.json` tells."""
     run = RunFolder(folder)
     if "train_seconds" in run.summary:
-        return run.summary["train_seconds"]  # `None` of a training that was resumed
+        return run.summary["train_seconds"]  # `None` if the training was resumed
     return seconds_of_logs(run.read(TRAINER_STATE_NAME).get("log_history", []))
 
 
 def seconds_of_logs(logs: Iterable[Mapping[str, Any]]) -> float | None:
-    """How long a training took by its logs; `None` where they do not tell."""
+    """How long a training took by its logs; `None` if they do not tell."""
     times = [log["train_runtime"] for log in logs if "train_runtime" in log]
     return times[-1] if times else None
 
 
 def differ_in_objective_alone(summary: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    """Whether `plain` tells of plain training with the other settings of the run of `summary`."""
+    """Whether `plain` is the summary of plain training with the settings of the run of `summary`."""
     own = _as_in_json(summary.get("arguments"))
     other = _as_in_json(plain.get("arguments"))
     if not own or not other or "objective" not in other:

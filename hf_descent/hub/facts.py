@@ -64,7 +64,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
             `datasets` are those trained on, `limits` sentences. `readout` is the name of the function that measured
             in place of the model's own head, or "".
 
-    ValueError where the folder holds no model, or a file of it cannot be read.
+    ValueError if the folder holds no model, or a file of it cannot be read.
     """
     folder = Path(folder).absolute()  # a name on the Hub is no folder
     run = RunFolder(folder)

@@ -277,7 +277,7 @@ def _last_linear_layer(model: PreTrainedModel, encoder: nn.Module | None) -> nn.
 
 
 def _fault(model: PreTrainedModel, kind: type, encoder: nn.Module | None, head) -> str | None:
-    """Why a classifier cannot be one with a linear readout, as the end of a sentence; `None` where it can."""
+    """Why a classifier cannot be one with a linear readout, as the end of a sentence; `None` if it can."""
     if head is None:
         return "has no linear layer with one output per label"
     if encoder is None or MODEL_MAPPING.get(type(encoder.config), None) is not type(encoder):

@@ -48,7 +48,7 @@ class ViTForDenoising(EncoderModel):
     distillation tokens are left out. The encoder loses its final layer norm, which would remove the mean and the
     contrast of every patch.
 
-    ValueError where the encoder's width is not that of a patch and `config.readout` is "patches", or its last tokens
+    ValueError if the encoder's width is not that of a patch and `config.readout` is "patches", or its last tokens
     are no patches (YOLOS).
     """
 

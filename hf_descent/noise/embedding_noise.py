@@ -280,7 +280,7 @@ def estimate_sigma(
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> float:
     """Standard deviation of what [`EmbeddingNoise`] perturbs in `batches`, dicts of model inputs, for
-    `config.noise_sigma`; `reduce` sums over processes. ValueError where a batch lacks that, or it has none."""
+    `config.noise_sigma`; `reduce` sums over processes. ValueError if a batch lacks that, or it has none."""
     inner = inner_model(model)
     main_input = getattr(inner, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
@@ -305,7 +305,7 @@ def estimate_sigma(
 
 
 def deviation_from_moments(moments: torch.Tensor) -> float:
-    """Standard deviation from (count, sum, sum of squares) `[3]`; ValueError where it is not positive and finite."""
+    """Standard deviation from (count, sum, sum of squares) `[3]`; ValueError if it is not positive and finite."""
     count, total, squares = moments.tolist()
     variance = squares / count - (total / count) ** 2 if count else 0.0
     if not 0.0 < variance < math.inf:
@@ -362,7 +362,7 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
     """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table (T5 calls those
-    alone); ValueError where there is none, or a second table."""
+    alone); ValueError if there is none, or a second table."""
     lookup = embeddings(model, "input")
     if lookup is None:
         raise ValueError(

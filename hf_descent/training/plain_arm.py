@@ -66,7 +66,7 @@ def plain_arm(trainer: Trainer) -> Iterator[None]:
     """Within it the trainer trains plainly, in a folder of its own.
 
     Afterwards arguments, weights, random states, callbacks and counts are as before, so that the next training is the
-    same as without it. ValueError where [`check_can_train_twice`] raises it.
+    same as without it. ValueError if [`check_can_train_twice`] raises it.
     """
     check_can_train_twice(trainer)
     model = trainer.model

@@ -39,7 +39,7 @@ class StepTotals:
     """
 
     number: int = 0  # optimizer steps before this one
-    # The items of the step, over micro-batches and processes, a scalar; `None` where they were not counted.
+    # The items of the step, over micro-batches and processes, a scalar; `None` if they were not counted.
     items: torch.Tensor | None = None
     processes: int = 1  # whose gradients are averaged
     # [layers + 1]: the sums of this process's f_1..f_L, then the sum of its shares. Over all processes the shares add

@@ -64,7 +64,10 @@ def main(argv: Sequence[str]) -> None:
 
 def parse(argv: Sequence[str]) -> tuple:
     """The model, and how it answers."""
-    return parse_model([GenerateArguments], argv, "python -m recipes.reproduce.generate", __doc__)
+    program = "python -m recipes.reproduce.generate"
+    return parse_model(
+        [GenerateArguments], argv, program, "answer instructions, under noise if asked for"
+    )
 
 
 def run(name: str, args: GenerateArguments) -> None:

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> tuple:
     if command not in TRAINING:
         if not HELP.intersection(argv):
             raise ValueError(
-                f"Say what to tune: `{PROGRAM} COMMAND --config RECIPE`, COMMAND is one of {', '.join(TRAINING)}."
+                f"Say what to tune: `{PROGRAM} COMMAND --config RECIPE`; COMMAND is one of {', '.join(TRAINING)}."
             )
         command, words = TRAINING[0], argv
     module = importlib.import_module(f"hf_descent.commands.{command}")

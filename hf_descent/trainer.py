@@ -526,19 +526,19 @@ class DescentMixin:
     def _read_beside(self, model, inputs) -> None:
         """Read the layers of plain training on a batch. Comes after Trainer, and changes neither its numbers nor its
         draws."""
-        own_rows = evaluation.rows_counted_once(self, inputs)
-        inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
+        counted = evaluation.counted_rows(self, inputs)
+        inputs = counted.of(self._prepare_inputs(inputs))
         with probing(unwrapped(model)), self.compute_loss_context_manager():
             losses = self._run.layers.evaluation_losses(
                 model, inputs, keep_logits=False, key=self._sample_key
             )
-            if own_rows != 0:
+            if not counted.are_none:
                 self._run.add_batch(losses, inputs)
 
     def _measured_prediction(self, predict, model, inputs, prediction_loss_only):
         """The prediction of a batch, whose layer losses are added to those of the evaluation."""
         before = self._run.totals
-        own_rows = evaluation.rows_counted_once(self, inputs)
+        counted = evaluation.counted_rows(self, inputs)
 
         if prediction_loss_only:
             prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
@@ -546,15 +546,14 @@ class DescentMixin:
             prediction = predict()
 
         was_measured = self._run.totals.batches > before.batches
-        if was_measured and own_rows is None:
+        if was_measured and counted.are_all:
             return prediction
 
-        # A batch whose rows are repeated in part is measured again, on its own rows alone; so is one for which
-        # Seq2SeqTrainer has called the model by itself, without this class's loss, since it generates.
-        inputs = evaluation.without_repeats(self._prepare_inputs(inputs), own_rows)
+        # A batch with repeated rows is measured again, without them. So is a batch for which Seq2SeqTrainer has called
+        # the model by itself, to generate, and not by this class's loss.
         self._run.take_back(before)
-        self._evaluate_batch(model, inputs)
-        if own_rows == 0:
+        self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
+        if counted.are_none:  # the model ran only because other processes wait for it
             self._run.take_back(before)
         return prediction
 

@@ -22,6 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
 from hf_descent.configs import CONSTRAINT_METRICS
+from hf_descent.training.evaluation import CountedRows
 
 
 def trained(cls, folder, **given):
@@ -257,7 +258,7 @@ def test_rows_that_fill_the_last_batch_count_in_no_metric(tmp_path, monkeypatch)
     expected = ours.evaluate(data.select(range(3)))
     # As one of several processes.
     monkeypatch.setattr(
-        "hf_descent.training.evaluation.rows_counted_once", lambda trainer, inputs: 3
+        "hf_descent.training.evaluation.counted_rows", lambda trainer, inputs: CountedRows(3)
     )
     found = ours.evaluate(data)
     for name in ("eval_loss", "eval_layer_loss_1", "eval_mean_token_accuracy", "eval_entropy"):

@@ -105,7 +105,8 @@ class ReplayedLosses:
         Args:
             model: as it is called in training, wrapped or not.
             share: the micro-batch's share of the items of the optimizer step.
-            items: the items of the optimizer step, over micro-batches and processes.
+            items: the items of the optimizer step, over micro-batches and processes; if these were not counted, of the
+                micro-batch.
             key: what the random numbers of this micro-batch depend on, where tokens are sampled.
             keep_logits: whether the outputs must hold the model's own logits.
         """

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -33,14 +34,40 @@ from .records import EvaluationTotals, reduced
 logger = logging.get_logger(__name__)
 
 
-def rows_counted_once(trainer: Trainer, inputs) -> int | None:
-    """How many rows of the last evaluation batch are not repeats that fill it up; `None` for any other batch."""
+@dataclass(frozen=True)
+class CountedRows:
+    """The rows of an evaluation batch that count. Several processes fill up the last batch with repeats, which do not.
+
+    Attributes:
+        number (`int`, *optional*): how many of the first rows count; `None` for all.
+    """
+
+    number: int | None = None
+
+    @property
+    def are_all(self) -> bool:
+        return self.number is None
+
+    @property
+    def are_none(self) -> bool:
+        return self.number == 0
+
+    def of(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """These rows of a batch, but at least one: every process has to run the model, since a forward may gather
+        parameters."""
+        if self.number is None:
+            return inputs
+        return slice_tensors(inputs, slice(max(self.number, 1)))
+
+
+def counted_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> CountedRows:
+    """The rows that count in a batch which an evaluation has just got from its data loader."""
     args = trainer.args
     loader = trainer.accelerator.gradient_state
     if args.world_size == 1 or not loader.end_of_dataloader:
-        return None
+        return CountedRows()
     if loader.remainder == 0 or args.dataloader_drop_last:
-        return None
+        return CountedRows()
 
     if loader.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         logger.warning_once(
@@ -48,22 +75,14 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
             "ones, and these cannot be recognised in a stream that each process reads (`dispatch_batches=False`), "
             "nor in batches without padding."
         )
-        return None
+        return CountedRows()
     rows = find_batch_size(inputs)
-    return min(max(loader.remainder - args.process_index * rows, 0), rows)
+    return CountedRows(min(max(loader.remainder - args.process_index * rows, 0), rows))
 
 
 def is_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> bool:
     """Whether a batch has a tensor of labels."""
     return isinstance(labels_of(inputs, label_names), torch.Tensor)
-
-
-def without_repeats(inputs: Mapping[str, Any], own_rows: int | None) -> Mapping[str, Any]:
-    """The rows of a batch that count (see [`rows_counted_once`]), but at least one: every process has to run the
-    model, since a forward may gather parameters."""
-    if own_rows is None:
-        return inputs
-    return slice_tensors(inputs, slice(max(own_rows, 1)))
 
 
 def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
@@ -120,7 +139,7 @@ def layer_metrics(
     rows: EvaluatedRows,
     labels: ChanceLoss | None,
     prefix: str,
-    also_selected: bool = False,
+    overlaps_training: bool = False,
     plain: LayerProfile | None = None,
     reads_one_token: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:
@@ -152,7 +171,7 @@ def layer_metrics(
             references=rows.references,
             plain=plain,
             reads_one_token=reads_one_token,
-            **facts_of(dual, dual.problem.state_dict(), also_selected),
+            **facts_of(dual, dual.problem.state_dict(), overlaps_training),
         )
         metrics["max_violation"] = certificate.max_violation
         metrics["feasible"] = float(certificate.feasible)
@@ -194,10 +213,10 @@ def feasible_score(last_loss: float, certificate: Certificate | None) -> float:
 
 
 def facts_of(
-    dual: DualState | None, problem: dict[str, Any], also_selected: bool
+    dual: DualState | None, problem: dict[str, Any], overlaps_training: bool
 ) -> dict[str, Any]:
     """The facts about training that a verdict on `problem` reports; some only if training had the same problem."""
-    facts: dict[str, Any] = {"also_selected": also_selected}
+    facts: dict[str, Any] = {"also_selected": overlaps_training}
     if dual is not None:
         facts["max_last_layer_rise"] = dual.args.max_last_layer_rise
         facts["has_price"] = not dual.objective.is_plain

@@ -30,11 +30,11 @@ from ..losses.layerwise import LayerLosses
 from ..readout.stack import unwrapped
 from .chance import drawing_apart
 from .evaluation import (
+    CountedRows,
     Reading,
+    counted_rows,
     is_labelled,
-    rows_counted_once,
     without_persistent_workers,
-    without_repeats,
 )
 from .evaluation_sets import evaluation_sets
 from .holdout import reshard
@@ -244,13 +244,13 @@ def _last_layer(trainer: Trainer, layers: LayerLosses, rows) -> Reading:
             loader = trainer.get_eval_dataloader(rows)
         rows_in_all = len(loader) * trainer.args.eval_batch_size
         stride = max(math.ceil(rows_in_all / _most_rows(trainer)), 1)
-        for number, inputs, own_rows in _some_batches(trainer, loader, stride):
+        for number, inputs, counted in _some_batches(trainer, loader, stride):
             if not is_labelled(inputs, trainer.label_names):
                 continue
 
-            inputs = without_repeats(trainer._prepare_inputs(inputs), own_rows)
+            inputs = counted.of(trainer._prepare_inputs(inputs))
             losses = layers.evaluation_losses(model, inputs, keep_logits=False, last_only=True)
-            if own_rows != 0:
+            if not counted.are_none:
                 reading[number] = losses.rows
 
     reshard(model)
@@ -267,8 +267,8 @@ def _most_rows(trainer: Trainer) -> int:
 
 def _some_batches(
     trainer: Trainer, loader, stride: int
-) -> Iterator[tuple[int, Mapping[str, Any], int | None]]:
-    """Every `stride`-th batch of a loader: its number, the batch, and what [`rows_counted_once`] says of it.
+) -> Iterator[tuple[int, Mapping[str, Any], CountedRows]]:
+    """Every `stride`-th batch of a loader: its number, the batch, and its rows that count.
 
     Only these batches are fetched, and the last one, which repeated rows may fill up, is left out. A stream, or a
     loader that gets its batches from another process, is gone through as a whole.
@@ -285,9 +285,9 @@ def _some_batches(
             multiprocessing_context=loader.multiprocessing_context,
         )
         for number, inputs in zip(count(0, stride), chosen):
-            yield number, inputs, None
+            yield number, inputs, CountedRows()
         return
 
     for number, inputs in enumerate(loader):
         if number % stride == 0:
-            yield number, inputs, rows_counted_once(trainer, inputs)
+            yield number, inputs, counted_rows(trainer, inputs)

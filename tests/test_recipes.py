@@ -239,19 +239,8 @@ def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     assert sum(right) / len(right) == results_of(folder)["eval_accuracy"]
 
 
-@pytest.mark.parametrize("pooling", ["head", "mean_linear"])
-def test_other_readouts_and_lora_run(smoke, workplace, tmp_path, pooling):
-    folder = smoke(
-        "imdb-descent", "--pooling", pooling, "--use_peft", "--lora_r", "2", "--max_steps", "4"
-    )
-    weights = load_file(folder / "adapter_model.safetensors")
-    heads = {"classifier", "pre_classifier"} if pooling == "head" else {"classifier"}
-    whole = {name.split(".")[-2] for name in weights if "lora" not in name}
-    adapted = {name for name in weights if "lora_A" in name}
-    assert (
-        whole == heads
-    )  # a new head is trained whole, the encoder by adapters of the rank asked for
-    assert len(adapted) == 3 * 6 and all(weights[name].shape[0] == 2 for name in adapted)
+def test_another_readout_runs(smoke, workplace, tmp_path):
+    folder = smoke("imdb-descent", "--pooling", "mean_linear", "--max_steps", "4")
     assert len(results_of(folder, "layer_profile")["losses"]) == 3
     command = [
         "evaluate",

@@ -39,19 +39,12 @@ class ModelArguments(OutputArguments):
     freeze_embeddings: bool = HfArg(
         default=False, help="Do not train the token embeddings. Trained ones may outgrow the noise."
     )
-    use_peft: bool = HfArg(
-        default=False, help="Train LoRA adapters and the head, not the whole model."
-    )
-    lora_r: int = HfArg(default=8, help="Rank of the adapters.")
-    lora_alpha: int = HfArg(default=16, help="Scale of the adapters, divided by their rank.")
-    lora_dropout: float = HfArg(default=0.0, help="Dropout before the adapters.")
 
     def __post_init__(self):
         check_arguments(self, {"unrolled_layers": 1})
-        if self.unrolled_layers is not None and (self.use_peft or self.pooling != "head"):
+        if self.unrolled_layers is not None and self.pooling != "head":
             raise ValueError(
-                f"`unrolled_layers` takes neither `use_peft` (here {self.use_peft}) nor another `pooling` than 'head' "
-                f"(here {self.pooling!r}): leave them out."
+                f"`unrolled_layers` takes no other `pooling` than 'head', and it is {self.pooling!r}: leave it out."
             )
 
 
@@ -110,28 +103,7 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 
     if args.freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
-    if not args.use_peft:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    # The head is new, and often more than the one layer that PEFT would think of.
-    head = [
-        name
-        for name, child in model.named_children()
-        if name != model.base_model_prefix and list(child.parameters())
-    ]
-
-    lora = LoraConfig(
-        task_type="SEQ_CLS",
-        r=args.lora_r,
-        lora_alpha=args.lora_alpha,
-        lora_dropout=args.lora_dropout,
-        target_modules="all-linear",
-        exclude_modules=rf"({'|'.join(head)})(\..*)?",
-        modules_to_save=head,
-    )
-
-    return get_peft_model(model, lora)
+    return model
 
 
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:

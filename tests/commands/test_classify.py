@@ -23,6 +23,6 @@ def test_what_leaves_no_accuracy_is_refused(tmp_path, given):
         run(ModelArguments("encoder"), None, config(tmp_path, **given))
 
 
-def test_a_ut_has_no_layers_for_adapters():
-    with pytest.raises(ValueError, match="`unrolled_layers` takes neither `use_peft`"):
-        ModelArguments("encoder", unrolled_layers=2, use_peft=True)
+def test_a_ut_has_a_readout_of_its_own():
+    with pytest.raises(ValueError, match="`unrolled_layers` takes no other `pooling` than 'head'"):
+        ModelArguments("encoder", unrolled_layers=2, pooling="mean_linear")

@@ -7,11 +7,13 @@ import torch
 from cards import read, trained
 from tiny.data import classification_data, language_data
 from tiny.models import bert, llama
+from transformers import BertForSequenceClassification
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.early_exit import ConfidenceReport, ExitProfile
 from hf_descent.hub.render import render
 from hf_descent.loading import load_model as load_adapted
+from hf_descent.models import LinearReadoutForSequenceClassification
 
 
 @pytest.mark.parametrize(
@@ -65,14 +67,19 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
 def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(
     pooling, tmp_path, monkeypatch
 ):
-    pytest.importorskip("peft")
-    from hf_descent.commands.classify import ModelArguments, load_model
-
+    peft = pytest.importorskip("peft")
     (tmp_path / "someone").mkdir()
     monkeypatch.chdir(tmp_path)
     bert(num_labels=2).bert.save_pretrained("someone/base")
-    arguments = ModelArguments("someone/base", pooling=pooling, use_peft=True)
-    model = load_model(arguments, ["a", "b", "c"]).eval()
+    load = BertForSequenceClassification.from_pretrained
+    if pooling != "head":
+        load = LinearReadoutForSequenceClassification.from_encoder
+    names_of_classes = {0: "a", 1: "b", 2: "c"}
+    model = load("someone/base", num_labels=3, id2label=names_of_classes)
+    lora = peft.LoraConfig(
+        task_type="SEQ_CLS", target_modules=["query"], modules_to_save=["classifier"]
+    )
+    model = peft.get_peft_model(model, lora).eval()
     trained(tmp_path / "run", model)
     cli.main(["card", "run", "--base_model", "someone/base"])
     card, text = read(tmp_path / "run")

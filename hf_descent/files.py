@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 
 @contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
-    """A file that takes the place of `path` when the block ends; one killed or failed before leaves what was there."""
+    """Within it, write to a new file, which replaces `path` at the end. If the block fails, `path` stays as it was."""
     with open(f"{path}.tmp", mode, encoding=None if "b" in mode else "utf-8") as file:
         yield file
     os.replace(f"{path}.tmp", path)
@@ -25,7 +25,7 @@ def write_json(path: str | os.PathLike, value: Any, indent: int | None = 2, **op
 
 
 def read_json(path: str | os.PathLike) -> dict:
-    """What a json file holds; ValueError naming the file when it is missing or unreadable."""
+    """The contents of a json file; ValueError names the file if it is missing or unreadable."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -36,7 +36,8 @@ def read_json(path: str | os.PathLike) -> dict:
 
 
 def find_json(name: str, file: str) -> dict:
-    """A json file of a folder or of a repository on the Hub; empty if there is none. ValueError as above."""
+    """The contents of a json file in a folder or a repository on the Hub; empty if there is none. ValueError as in
+    [`read_json`]."""
     try:
         path = cached_file(name, file)
     except OSError:  # also where a model was loaded from a folder that is gone
@@ -45,7 +46,7 @@ def find_json(name: str, file: str) -> dict:
 
 
 def plain(value: Any) -> Any:
-    """`value` in what JSON and YAML know: scalars of numpy and torch converted, not-a-numbers and infinities None."""
+    """`value` in the types of JSON and YAML: scalars of NumPy and torch become numbers, NaN and infinity `None`."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):

@@ -33,7 +33,7 @@ ADAPTER = "adapter_config.json"
 CAUSAL_LMS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 # PEFT's name of a task -> the end of its class names.
 TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
-OTHER_TOWERS = ("vision", "visual", "image", "audio")  # whose positions are not of tokens
+OTHER_TOWERS = ("vision", "visual", "image", "audio")  # their positions are not those of tokens
 
 
 def no_model_in(folder: str) -> ValueError:
@@ -65,7 +65,8 @@ def _architecture_in_config(name: str) -> str:
 
 
 def architecture_of(name: str) -> str:
-    """The class name of a saved model, for an adapter of its base or the end of it; ValueError if there is none."""
+    """The class name of a saved model; for an adapter that of its base, or the end of it. ValueError if there is
+    none."""
     adapter = find_json(name, ADAPTER)
     if not adapter:
         return _architecture_in_config(name)
@@ -97,11 +98,11 @@ def weights_of(name: str, num_labels: int | None = None) -> Iterator[None]:
 
 
 def load_model(name: str, images: bool = False) -> PreTrainedModel:
-    """A text classifier or a causal language model in eval mode and its saved dtype, with the `noise_sigma` of its
-    training; `name` is a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
+    """Load a text classifier or a causal language model, in eval mode and its saved dtype, with the `noise_sigma` of
+    its training. `name` is a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
 
-    ValueError if the model is of another kind, or was trained with a custom readout. An image classifier is taken
-    where `images` says so.
+    ValueError if the model is of another kind, or was trained with a custom readout. With `images`, an image
+    classifier is accepted, too.
     """
     architecture = architecture_of(name)
     summary = RunFolder(name).summary
@@ -146,7 +147,7 @@ def _auto_class(architecture: str) -> type | None:
 def _load_adapter(
     name: str, architecture: str, auto_class: type, summary: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """An adapter on its base, in eval mode, with what its training wrote of the model's config."""
+    """An adapter on its base, in eval mode, with the parts of the model's config that its training wrote."""
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
     # An adapter's folder does not have the config of its base.

@@ -50,8 +50,8 @@ SECRETS = (
 class RunFolder:
     """The result files in a run's folder, `path`; a name on the Hub does for `summary`.
 
-    One rule says which results count: those not older than the training that `descent_config.json` tells of. A folder
-    without that file, or of a model that another trainer made, has no such time, and all its results count.
+    Only results that are not older than the training in `descent_config.json` count. A folder without that file, or of
+    a model that another trainer made, has no such time, so all of its results count.
     """
 
     SUMMARY = "descent_config.json"
@@ -71,7 +71,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What `descent_config.json` says; empty if there is none. ValueError if it cannot be read."""
+        """The contents of `descent_config.json`; empty if there is none. ValueError if it cannot be read."""
         return find_json(self.name, self.SUMMARY)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -101,7 +101,7 @@ class RunFolder:
         return fresh
 
     def read(self, name: str) -> dict[str, Any]:
-        """What a fresh JSON file holds; empty if there is none."""
+        """The contents of a fresh JSON file; empty if there is none."""
         return next(map(read_json, self.fresh(name)), {})
 
     def results(self, kind: type, pattern: str) -> list:

@@ -325,7 +325,7 @@ def parse_model(
     argument_types: Sequence[type], argv: Sequence[str], prog: str, description: str
 ) -> tuple:
     """Parses `MODEL [--config RECIPE] [flags]` (see [`parse_recipe`]) into the model and the dataclasses; ValueError
-    where there is not one model."""
+    if there is not one model."""
     usage = f"{prog} MODEL [--config RECIPE] [flags]"
     description = f"{description}. MODEL is the output folder of a run, or a name on the Hub."
     model = first_word(argv, "model", usage)

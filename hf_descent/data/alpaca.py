@@ -42,12 +42,12 @@ class AlpacaArguments(SplitArguments):
 def load_alpaca(
     args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False
 ) -> DatasetDict:
-    """Rows of `instruction`, `output` and, where there are any, `input`, as "train", "validation" and, where it is
-    given, "test", with the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a
-    chat template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`).
+    """Load rows of `instruction`, `output` and perhaps `input` as "train", "validation" and perhaps "test".
 
-    Rows without an output, or with one of blanks alone, are dropped, and their number is shown. ValueError if a
-    column is missing, or a text is not a string.
+    They have the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a chat
+    template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`). Rows without an
+    output, or with a blank one, are dropped, and their number is shown. ValueError if a column is missing, or a text
+    is not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args, COLUMNS).items()}
     has_template = gets_template or tokenizer.chat_template is not None
@@ -95,7 +95,7 @@ def format_prompt(
     if as_chat:
         return [{"role": "user", "content": instruction}]
 
-    # As the column `text` of Alpaca's own data set has it.
+    # As in the column `text` of Alpaca's own data set.
     context = ""
     section = ""
     if input:
@@ -132,7 +132,7 @@ def _no_output(output: str | None) -> str | None:
 
 
 def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins: without the end of text that some tokenizers add."""
+    """Token ids of a prompt, up to where the answer begins, so without the end of text that some tokenizers add."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
         if ids[-1:] == [tokenizer.eos_token_id]:
@@ -175,7 +175,8 @@ def completion_labels(
 
 
 def _common_start(one: list[int], other: list[int]) -> int:
-    """How many tokens two lists begin with alike; the last one of a prompt may differ where an answer follows it."""
+    """How many tokens two lists have in common at their start. The last token of a prompt may change if an answer
+    follows."""
     count = 0
     for mine, yours in zip(one, other):
         if mine != yours:

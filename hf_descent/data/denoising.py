@@ -1,4 +1,4 @@
-"""The clips of a video as the inputs of a denoiser: patches at one place over time, or whole frames."""
+"""Makes inputs of a denoiser from the clips of a video: patches at one place over time, or whole frames."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class PatchTask(DenoisingTask):
 
 
 class ImageTask(DenoisingTask):
-    """Rows are frames, made into images by the model's own processor. As [`PatchTask`]."""
+    """Rows are frames, made into images by the model's own processor; see [`PatchTask`]."""
 
     def __init__(self, model_name_or_path: str):
         processor = AutoImageProcessor.from_pretrained(model_name_or_path)
@@ -98,7 +98,7 @@ def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:
-    """The rows that `cut` makes of the frames of some clips, as `pixel_values` of a `shape`."""
+    """The rows that `cut` makes from the frames of some clips, as `pixel_values` of a `shape`."""
     rows = clips.with_format("numpy").map(
         lambda batch: {"pixel_values": cut(batch["frames"])},
         batched=True,

@@ -18,10 +18,10 @@ MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # by the channels of an image, as Pillow 
 def load_image_classification(
     args: SplitArguments, image_column: str, label_column: str
 ) -> DatasetDict:
-    """The labelled examples of an image classification task: "train", "validation" and, where it is given, "test",
-    each with the columns `image` and `labels` (a `ClassLabel`).
+    """Load the labelled examples of an image classification task: "train", "validation" and perhaps "test", each with
+    the columns `image` and `labels` (a `ClassLabel`).
 
-    ValueError if no data is named, or a column or a label is not there, as of texts (`data/text.py`).
+    ValueError if no data is named, or a column or a label is missing, as in `data/text.py`.
     """
     columns = {"image": image_column, "labels": label_column}
     remedy = "Name the right ones by `image_column` and `label_column`."
@@ -34,11 +34,12 @@ def load_image_classification(
 
 
 class ImageCollator:
-    """Makes batches of rows with an `image` and `labels`: images by the processor of the model, numbers as they are.
+    """Makes batches of rows with an `image` and `labels`. The model's processor prepares images; numbers stay as they
+    are.
 
     Args:
         model (`PreTrainedModel`): The classifier.
-        processor (image processor, *optional*): What was saved with it.
+        processor (image processor, *optional*): The one that was saved with it.
         rows (`Dataset`): The rows that it will be given.
 
     ValueError if the rows hold images, and there is no processor.

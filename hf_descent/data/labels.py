@@ -1,4 +1,4 @@
-"""From what a column of labels holds to the numbers of classes, by one rule for all files.
+"""Turns a column of labels into numbers of classes, by one rule for all files.
 
 - A label is a text, a whole number or a boolean. Its class has one name whatever its type (see [`class_name`]): `1`
   for 1, 1.0 and the texts `1` and `1.0`, `True` for true and the text `TRUE`, and any other text as it is, but for
@@ -25,11 +25,11 @@ from .splits import column_values, name_rows
 
 logger = logging.get_logger(__name__)
 
-MOST_CLASSES_NAMED = 20  # in a message
+MOST_CLASSES_NAMED = 20  # in one message
 
 WHOLE = re.compile(r"(-?[1-9]\d*|-?0)(\.0+)?", re.ASCII)  # 1 and 1.0, not 01 and 1e3
 BOOLEANS = {"false": "False", "true": "True"}
-UNKNOWN = ("-1", "-100")  # what people write for "no label", of which the second is PyTorch's
+UNKNOWN = ("-1", "-100")  # people write these for "no label"; the second is PyTorch's
 NO_CLASS = "which is no class: give classes; for numbers write a script with `num_labels=1`"
 Label = str | bool | int | float
 
@@ -122,7 +122,7 @@ def class_labels(splits: Mapping[str, Dataset], column: str) -> dict[str, Datase
 
 
 def label_names(rows: Dataset) -> list[str]:
-    """The name of every row's class."""
+    """The class name of each row."""
     feature = rows.features["labels"]
     if isinstance(feature, ClassLabel):
         return feature.int2str(rows["labels"][:])
@@ -130,8 +130,8 @@ def label_names(rows: Dataset) -> list[str]:
 
 
 def _in_order(names: set[str], column: str) -> list[str]:
-    """Names of classes in the order of their numbers; ValueError if one of these has a fraction, that of texts
-    where some are no numbers."""
+    """Names of classes in order: by number if all are numbers, else as texts. ValueError if a number has a
+    fraction."""
     if all(map(is_whole, names)):
         return sorted(names, key=int)
 
@@ -170,7 +170,7 @@ def _report_classes(names: Sequence[str], classes: Sequence[str]) -> None:
 
 
 def listed(names: Sequence, show: Callable[[Any], str] = repr) -> str:
-    """The first names, each as `show` gives it, and how many more there are."""
+    """The first names, each as `show` writes it, and how many more there are."""
     shown = ", ".join(map(show, names[:MOST_CLASSES_NAMED]))
     more = len(names) - MOST_CLASSES_NAMED
     if more > 0:

@@ -12,16 +12,17 @@ with extra_needed("The bundled photographs"):
 
 
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
-HELD_OUT_SHARE = 0.25  # of each photograph's columns, at its right edge
+HELD_OUT_SHARE = 0.25  # share of each photograph's columns, at its right edge
 PATCH_SIZE = 8  # side of the square window, in pixels
 NUM_FRAMES = 10
 MAX_SPEED = 1.0  # in either direction, in pixels per frame
 
 
 def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
-    """Clips of a window that moves over a gray photograph at constant sub-pixel speed, by bilinear interpolation:
-    float32 `[num_clips, NUM_FRAMES, PATCH_SIZE ** 2]` in [0, 1], the same at every call. Those for training and those
-    `held_out` lie in separate regions of the photographs: no pixel is in both."""
+    """Make clips of a window that moves over a gray photograph at constant speed, by bilinear interpolation.
+
+    They are float32 `[num_clips, NUM_FRAMES, PATCH_SIZE ** 2]` in [0, 1], the same at every call. Training clips and
+    `held_out` clips lie in separate regions of the photographs, so that no pixel is in both."""
     photos = np.stack(load_sample_images().images) @ LUMA / 255  # [photos, height, width]
     height, width = photos.shape[1:]
     border = round(width * (1 - HELD_OUT_SHARE))

@@ -56,9 +56,8 @@ REMEDIES = {
 def load_file(argument: str, path: str, columns: Sequence[str]) -> Dataset:
     """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`), by the rule of this module.
 
-    `columns` are those that will be used. The ending may be in capitals, and that of a compressed csv or json file has
-    another one behind it, as in `.csv.gz`. ValueError if `path`, which `argument` gives, has another ending or
-    cannot be read.
+    `columns` are those that will be used. The ending may be in capitals; a compressed csv or json file has a second
+    one, as in `.csv.gz`. ValueError names the `argument` if its `path` has another ending or cannot be read.
     """
     file_type = _file_type(path)
     if file_type is None:
@@ -114,7 +113,7 @@ def _load(path: str, file_type: str, columns: Sequence[str]) -> Dataset:
 
 
 def _as_dataset(rows: Sequence[Mapping[str, Any]]) -> Dataset:
-    """The rows, all with the same columns; a column of several types as a `datasets.Json`."""
+    """The rows as a data set, all with the same columns. A column of several types becomes a `datasets.Json`."""
     columns = {}
     mixed = []
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -131,7 +130,8 @@ def _as_dataset(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
 
 def _csv_rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
-    """ValueError for a line with more or fewer values than the first one has names, and for quotes out of place."""
+    """The rows of a csv file; ValueError if a line has more or fewer values than there are names, or misplaced
+    quotes."""
     separator, names = _header(text, columns)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     rows = []
@@ -154,7 +154,7 @@ def _csv_rows(text: str, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _header(text: str, columns: Sequence[str]) -> tuple[str, list[str]]:
-    """The separator under which the first line names most of `columns`, and the names that it then has."""
+    """The separator with which the first line has most of `columns`, and the names that it then has."""
     line = io.StringIO(text, newline="").readline()
     headers = {}
     for separator in SEPARATORS:
@@ -175,7 +175,7 @@ def _header(text: str, columns: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _json_rows(text: str) -> list[dict[str, Any]]:
-    """ValueError for what is no JSON, and for a row that is no object."""
+    """The rows of a json file; ValueError if it is no JSON, or a row is no object."""
     is_list = text.lstrip().startswith("[")
     rows = json.loads(text) if is_list else _json_lines(text)
     for number, row in enumerate(rows, start=1):

@@ -16,13 +16,13 @@ from .reading import load_file
 
 logger = logging.get_logger(__name__)
 
-MOST_ROWS_NAMED = 5  # in a message
+MOST_ROWS_NAMED = 5  # in one message
 ROWS_AT_ONCE = 1000
 
 
 def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]) -> None:
-    """ValueError if a number of an argument is less than `limits` gives for its name, or not between the two that
-    it gives, or where an argument is none of the choices of its type."""
+    """ValueError if an argument is below its limit in `limits`, or not between its two limits there, or none of the
+    choices of its type."""
     for name, limit in limits.items():
         _check_number(name, getattr(args, name), limit)
 
@@ -34,7 +34,7 @@ def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]
 
 
 def _check_number(name: str, value: Any, limit: float | tuple[float, float]) -> None:
-    """ValueError if a number, or one of a list, is beyond a limit; None is not."""
+    """ValueError if a number, or one of a list, is beyond a limit. `None` passes."""
     numbers = value
     if not isinstance(value, list):
         numbers = [value]
@@ -67,7 +67,7 @@ class RowArguments:
         check_arguments(self, dict.fromkeys(("max_train_samples", "max_eval_samples"), 1))
 
     def limit(self, split: str, rows: Dataset) -> int:
-        """How many of the rows of a split are used."""
+        """The number of rows of a split that are used."""
         limit = self.max_eval_samples
         if split == "train":
             limit = self.max_train_samples
@@ -115,7 +115,7 @@ class SplitArguments(RowArguments):
 
 
 def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Dataset]:
-    """The splits that are given: "train" and perhaps "validation" and "test", of which `columns` will be used;
+    """Load the splits that are given: "train", and perhaps "validation" and "test". `columns` will be used of them.
     ValueError if no data is named."""
     if args.train_file is not None:
         files = {
@@ -147,8 +147,8 @@ def load_splits(args: SplitArguments, columns: Sequence[str]) -> dict[str, Datas
 
 
 def _load_named(name: str, config: str | None, split: str) -> Dataset:
-    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it. ValueError if it
-    could not read it."""
+    """A split of a data set on the Hub or in a folder, with the types that `datasets` gives it; ValueError if it
+    cannot be read."""
     try:
         return load_dataset(name, config, split=split)
     except DatasetGenerationError as error:
@@ -162,7 +162,8 @@ def _load_named(name: str, config: str | None, split: str) -> Dataset:
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
-    """Draws validation examples from the training examples if there are none; keeps as many of each as `args` allows.
+    """Draw validation examples from the training examples if there are none, and keep as many of each as `args`
+    allows.
 
     Held-out rows are shuffled, since files are often sorted by class.
     """
@@ -184,7 +185,7 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
 
 
 def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
-    """The columns `columns.values()` under the names `columns.keys()`; ValueError if one is missing."""
+    """The rows with only the columns `columns.values()`, renamed to `columns.keys()`; ValueError if one is missing."""
     missing = [column for column in columns.values() if column not in rows.column_names]
     if missing:
         raise ValueError(
@@ -200,8 +201,8 @@ def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy
 
 
 def drop_rows(rows: Dataset, reasons: Mapping[int, str], split: str, column: str) -> Dataset:
-    """The rows but for those whose index has a reason; how many are left out, and why, goes on the screen. ValueError
-    where no row is left, for want of a value of `column`."""
+    """Leave out the rows whose index has a reason, and show how many and why. ValueError if no row is left, since none
+    has a value of `column`."""
     if len(rows) == 0:
         raise ValueError(f"The {split} split has no examples.")
 
@@ -226,7 +227,7 @@ def column_values(rows: Dataset, name: str) -> Iterator[Any]:
 
 
 def name_rows(indices: Collection[int]) -> str:
-    """Rows by their place in the file or split, counted from 1 below the names of columns."""
+    """Rows in words, by their place in the file or split, counted from 1 below the line of column names."""
     numbers = [str(index + 1) for index in sorted(indices)]
     if len(numbers) == 1:
         return f"example {numbers[0]}"
@@ -244,8 +245,8 @@ def check_texts(
     optional: Sequence[str] = (),
     ignored: Collection[int] = (),
 ) -> None:
-    """ValueError if a column of `names` is missing or a value is no string; `optional` ones may be, or be None.
-    Rows whose index is `ignored` are not looked at."""
+    """ValueError if a column of `names` is missing, or a value is no string. Columns in `optional` may be missing, or
+    have `None`. Rows whose index is in `ignored` are not looked at."""
     for name in (*names, *optional):
         if name not in rows.column_names and name in optional:
             continue

@@ -54,13 +54,13 @@ class DataArguments(SplitArguments):
 
 
 def load_text_classification(args: DataArguments) -> DatasetDict:
-    """The labelled examples of a text classification task: "train", "validation" and, where it is given, "test",
-    each with the columns `text`, `text_pair` (only for pairs) and `labels` (a `ClassLabel`).
+    """Load the labelled examples of a text classification task: "train", "validation" and perhaps "test", each with
+    the columns `text`, `text_pair` (only for pairs) and `labels` (a `ClassLabel`).
 
     The classes are those of the training split, by the rule of `hf_descent/data/labels.py`: the names of a
-    `ClassLabel` column, or the sorted labels of any other. Rows without a label are dropped; their number is shown.
-    ValueError if no data is named, a column or a text is missing, a label is no class or may stand for "no label",
-    or a class of another split does not occur in training.
+    `ClassLabel` column, or the sorted labels of any other column. Rows without a label are dropped; their number is
+    shown. ValueError if no data is named, a column or a text is missing, a label is no class or may stand for "no
+    label", or a class of another split does not occur in training.
     """
     columns = {"text": args.text_column}
     if args.text_pair_column is not None:
@@ -78,8 +78,8 @@ def load_for_model(
     model: PreTrainedModel,
     with_training: bool = False,
 ) -> DatasetDict:
-    """The splits of [`load_text_classification`] as tokens, with the classes of a trained model. Of the training
-    examples there is one alone, which names the columns, unless they are asked for."""
+    """Load the splits of [`load_text_classification`] as tokens, with the classes of a trained model. Unless
+    `with_training`, "train" has a single example, which names the columns."""
     dataset = load_text_classification(args)
     if not with_training:
         dataset["train"] = dataset["train"].select([0])
@@ -88,8 +88,8 @@ def load_for_model(
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
-    """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case;
-    ValueError if the data has a class that the model has not.
+    """Renumber the labels of `dataset` as in the config of a trained model, by their names in any case; ValueError if
+    the data has a class that the model has not.
 
     Labels that are numbers are the model's numbers, unless the names of its classes are numbers; a warning says which
     classes they stand for if 0 does not occur. If the model has default names (`LABEL_0`, ...), the names of the data
@@ -106,7 +106,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         if _is_part_of(occurring, classes, key):
             return _renumbered(dataset, classes, key)
 
-    # By all the names, since a few rows may lack the one that shows that counting begins at 1.
+    # By all names: a few rows may lack the one that shows that counting begins at 1.
     if _is_part_of(names, numbers, str) and not any(map(is_whole, classes)):
         _warn_of_counting_from_1(occurring, classes)
         return _renumbered(dataset, numbers, str)
@@ -162,8 +162,10 @@ def _warn_of_counting_from_1(names: Collection[str], classes: Sequence[str]) -> 
 def most_tokens(
     tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None
 ) -> int:
-    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model; ValueError if
-    it is beyond a limit, or nothing gives one. A model without a table of positions may take more than it states."""
+    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model.
+
+    ValueError if it is beyond a limit, or there is none at all. A model without a table of positions may take more
+    than it states."""
     limit = tokenizer.model_max_length
     positions = position_limit(model)
     both = limit
@@ -190,8 +192,9 @@ def most_tokens(
 def tokenize(
     dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> DatasetDict:
-    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them.
-    ValueError naming texts of which the tokenizer makes no token at all: a batch of them would have no length."""
+    """Replace the texts by token ids, cut to `max_length` and not padded, since the collator pads each batch.
+
+    ValueError names texts of which the tokenizer makes no token: a batch of them would have no length."""
     texts = [name for name in ("text", "text_pair") if name in dataset["train"].column_names]
 
     def encode(batch, split):

@@ -26,7 +26,7 @@ from .splits import RowArguments, check_arguments
 
 logger = logging.get_logger(__name__)
 
-CLIPS_AT_ONCE = 50  # held and written together: Arrow has no place for 2**31 bytes in one write
+CLIPS_AT_ONCE = 50  # held and written together: Arrow cannot write 2**31 bytes at once
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
 
 
@@ -63,7 +63,7 @@ class VideoArguments(RowArguments):
 
 
 class VideoPart(NamedTuple):
-    """The frames `first` to `last` (not included) of one video; `stamp` differs where its files do."""
+    """The frames `first` to `last` (not included) of one video. `stamp` changes when its files change."""
 
     path: str
     first: int
@@ -72,10 +72,11 @@ class VideoPart(NamedTuple):
 
 
 def load_clips(args: VideoArguments) -> DatasetDict:
-    """Decodes the videos into clips, "train", "validation" and, where there are `test_files`, "test"; once, as the
-    result is cached. A row is a clip: `frames` (uint8 `[num_frames, frame_size, frame_size]`), `video` (its path) and
-    `start` (number of its first frame). ValueError if a folder or file is missing or unreadable, or a split holds
-    no clip."""
+    """Decode the videos into clips: "train", "validation" and, if there are `test_files`, "test". The result is
+    cached.
+
+    A row is a clip: `frames` (uint8 `[num_frames, frame_size, frame_size]`), `video` (its path) and `start` (number of
+    its first frame). ValueError if a folder or file is missing or unreadable, or a split holds no clip."""
     shape = (args.num_frames, args.frame_size, args.frame_size)
     features = Features(
         {"frames": Array3D(shape, "uint8"), "video": Value("string"), "start": Value("int64")}
@@ -149,7 +150,7 @@ def _split_by_video(videos: list[VideoPart], args: VideoArguments) -> dict[str, 
 
 
 def _long_parts(parts: list[VideoPart], split: str, num_frames: int) -> list[VideoPart]:
-    """Those that hold a clip; says on the screen how many do not, and ValueError if none does."""
+    """The parts that are as long as a clip. Shows how many are not; ValueError if none is."""
     long_enough = [part for part in parts if part.last - part.first >= num_frames]
     if not long_enough:
         part = parts[0]
@@ -167,7 +168,7 @@ def _long_parts(parts: list[VideoPart], split: str, num_frames: int) -> list[Vid
 
 
 def find_videos(patterns: Sequence[str]) -> list[str]:
-    """Video files and folders of frames, each once, in natural order; ValueError naming a pattern without any."""
+    """Video files and folders of frames, each once, in natural order; ValueError names a pattern without any."""
 
     videos = []
     for pattern in patterns:
@@ -202,7 +203,7 @@ def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[d
 
 
 def _whole(path: str) -> VideoPart:
-    """A whole video. Its frames are counted without decoding them; ValueError naming it where it cannot be read."""
+    """A whole video. Its frames are counted without decoding them; ValueError names it if it cannot be read."""
     files = _files(path)
     count = len(files)
     if not os.path.isdir(path):
@@ -244,11 +245,11 @@ def _natural(path: str) -> list:
 
 @contextmanager
 def _opened(path: str):
-    """A video file or an image; ValueError naming it where it or one of its frames cannot be read."""
+    """A video file or an image; ValueError names it if it, or one of its frames, cannot be read."""
     import av
 
     try:
         with av.open(path) as container:
             yield container
-    except (av.error.FFmpegError, IndexError) as error:  # without a video stream, none is the first
+    except (av.error.FFmpegError, IndexError) as error:  # IndexError: there is no video stream
         raise ValueError(f"{path} cannot be read as a video or an image ({error}).") from error

@@ -1,7 +1,7 @@
 """Gathers the facts of a run from its folder, and writes the model card and its figures.
 
-[`collect`] returns plain values, kept as `model_card.json`; [`~hub.render.render`] makes the card of them. The trainer
-writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` adds what was measured since.
+[`collect`] returns plain values, which are kept as `model_card.json`; [`~hub.render.render`] makes the card from them.
+The trainer writes both when it pushes a model or saves a checkpoint. `hf-descent card RUN` adds later measurements.
 """
 
 import json
@@ -29,7 +29,7 @@ from .render import PAPER, TAGS, render
 
 logger = logging.get_logger(__name__)
 
-# How the class names in `hf_descent.models` begin.
+# Prefixes of the class names in `hf_descent.models`.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
 RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "noise_curve": NoiseCurve,
@@ -39,7 +39,7 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "confidence_exit": ConfidenceReport,
     "layer_sets": LayerSetProfile,
 }
-# What a custom readout, where there is one, has measured.
+# Results that a custom readout has measured, if there is one.
 MEASURED_BY_READOUT = (
     "evaluation", "split", "noise_curve", "layer_profile", "verdict",
 )  # fmt: skip
@@ -54,7 +54,7 @@ OLD_FILES = ("custom_generate/generate.py", "custom_generate/requirements.txt")
 
 
 def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
-    """What is known of a run, in plain JSON values: from its `model_card.json`, its result files, and `facts`.
+    """Gather what is known of a run, in plain JSON values, from its `model_card.json`, its result files, and `facts`.
 
     A result whose file is gone is left out, even if the card had it.
 
@@ -103,7 +103,7 @@ def _model_facts(
     adapter: Mapping[str, Any],
     facts: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What is known of the model and its training, but for what was measured."""
+    """The facts about the model and its training, without measurements."""
     summary = run.summary
     card = {
         "model_name": folder.resolve().name,
@@ -143,7 +143,7 @@ def _model_facts(
 
 
 def _known(run: RunFolder, folder: Path) -> dict[str, Any]:
-    """What the card of this training says but for its results, and what people gave that of any training."""
+    """The facts without results in the card of this training, and what people gave for the card of any training."""
     left_out = (*RESULTS, OLD_RESULT, "baseline", "benchmark", "evaluated")
     known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
     of_people = find_json(str(folder), run.CARD)
@@ -152,8 +152,8 @@ def _known(run: RunFolder, folder: Path) -> dict[str, Any]:
 
 
 def _evaluation(run: RunFolder) -> dict[str, Any]:
-    """The metrics of the last evaluation whose file is there, and may be of the rows of the layer profile; not from
-    `all_results.json`, to which every training in the folder adds."""
+    """The metrics of the last evaluation that has a file, and may be of the rows of the layer profile. They are not
+    from `all_results.json`, to which every training in the folder adds."""
     found = {}
     for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
         results = run.read(f"{prefix}_results.json")
@@ -184,8 +184,8 @@ def _is_of_profile(results: Mapping[str, Any], prefix: str, profile: Mapping[str
 
 
 def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
-    """What a card shows of each result; of a denoiser at the noise of its training, since without noise its input is
-    the answer, and nothing that it does then is met."""
+    """What a card shows of each result. For a denoiser it is at the noise of its training: without noise its input is
+    the answer, so that it meets nothing."""
     level = None
     if architecture.endswith("Denoising"):
         level = upper_level(run.summary.get("noise_gamma"))
@@ -203,14 +203,15 @@ def _results(run: RunFolder, architecture: str) -> dict[str, Any]:
 
 
 def _with_newer(evaluation: Mapping[str, Any], curve: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of an `evaluation`, those of noise by a `curve`: `evaluate` may have taken other levels since."""
+    """The numbers of an `evaluation`, with those of noise from a `curve`: `evaluate` may have taken other levels
+    since."""
     newer = dict.fromkeys(f"{curve['metric']}_{name}" for name in SUMMARIES)
     newer.update(curve["values"])
     return {name: newer.get(name.split("_", 1)[-1], value) for name, value in evaluation.items()}
 
 
 def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[str]:
-    """Draw what was measured of a run; the names of the files."""
+    """Draw the measurements of a run; returns the names of the files."""
     from ..evaluation.plots import plot_curves, plot_layers, save_figure
 
     files = []
@@ -224,7 +225,7 @@ def _save_figures(run: Run, groups: dict[str, list[Run]], folder: Path) -> list[
 def write_card(folder: str | Path, **facts: Any) -> dict[str, Any]:
     """Write `model_card.json`, and `README.md` with its figures.
 
-    Arguments as for [`collect`], whose values are returned.
+    Takes the arguments of [`collect`], and returns its values.
     """
     card = collect(folder, **facts)
     folder = Path(folder)
@@ -281,7 +282,7 @@ def hub_id(name: str | None) -> str | None:
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:
-    """The names in `value` as a list; `None` without any, as `TrainingSummary` has for a data set in memory."""
+    """The names in `value` as a list; `None` if there are none, as in `TrainingSummary` for a data set in memory."""
     if isinstance(value, str):
         return [value]
     if not value or not any(value):

@@ -58,7 +58,7 @@ NEUTRAL = {
     "world_size": 1,
     "train_sampling_strategy": "random",
 }
-# Parts of a card for which an empty dict stands where they are missing.
+# Parts of a card that are an empty dict if they are missing.
 MAY_BE_MISSING = (
     "descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile", "verdict",
 )  # fmt: skip
@@ -120,7 +120,7 @@ def _known(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answers(card: Mapping[str, Any]) -> list[str]:
-    """A sentence for each exit of the verdict, and one for all other rows."""
+    """A sentence for each exit in the verdict, and one for all other constraints."""
     card = _known(card)
     verdict = card.get("verdict", {})
     targets = _known(card.get("settings", {})).get("exit_targets", {})
@@ -148,8 +148,8 @@ def answers(card: Mapping[str, Any]) -> list[str]:
 
 
 def shown_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without those that are off or at the defaults of this package, and without those of the dual step
-    where there is none."""
+    """The settings, without those that are off or at the defaults of this package. Settings of the dual step are left
+    out if there is none."""
     known = _known(settings)
     neutral = {argument.name: argument.default for argument in fields(DescentArguments)}
     neutral.update(NEUTRAL)
@@ -197,7 +197,7 @@ def _noise_levels(card) -> dict[str, float]:
 
 
 def _defined_metrics(card) -> dict[str, float]:
-    """The metrics of the evaluation whose names say what they are: no summaries of a noise curve."""
+    """The metrics of the evaluation, without the summaries of a noise curve, whose names do not say what they are."""
     summaries = {f"{card['noise_curve'].get('metric')}_{name}" for name in SUMMARIES}
     metrics = metrics_of(card["evaluation"])
     return {name: value for name, value in metrics.items() if name not in summaries}

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_descent import DescentTrainer
-from hf_descent.losses.layerwise import _require_gradient
+from hf_descent.losses.layerwise import _require_gradients
 from hf_descent.training.checks import report_own_averages
 
 
@@ -161,7 +161,7 @@ def test_reversible_layers_are_not_called_frozen(tmp_path):
     readout = SimpleNamespace(model=checkpointed, stack=stack, num_layers=2)
 
     with pytest.raises(ValueError, match="layer 1 has no gradient.*use_reentrant=False"):
-        _require_gradient(1, torch.zeros(1), SimpleNamespace(trained=[1]), readout)
+        _require_gradients([torch.zeros(1)], SimpleNamespace(trained=[1]), readout)
 
 
 def test_prompts_that_are_trained_are_left_to_plain_training(tmp_path):

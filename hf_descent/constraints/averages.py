@@ -23,7 +23,9 @@ class LossAverages:
 
     def add(self, layer_losses: np.ndarray) -> None:
         """Take in losses `[L]`, which stand for all steps since the last call."""
-        reading = np.array([*layer_losses, 1.0, layer_losses[-1] ** 2], dtype=np.float32)
+        reading = np.ones_like(self._sums)
+        reading[:-2] = layer_losses
+        reading[-1] = layer_losses[-1] ** 2
         decay = AVERAGE_DECAY**self._steps_per_reading
         self._sums += (1 - decay) * (reading - self._sums)
 

@@ -88,6 +88,29 @@ def test_layers_without_weight_get_no_gradient(runs):
     assert runs == [2, 3]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"ignore_index": 1}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"weight": None}],
+    ids=str,
+)
+def test_the_loss_of_a_batch_of_layers_is_that_of_each(settings):
+    torch.manual_seed(0)
+    logits = torch.randn(3, 6, 4, requires_grad=True)  # [layers, rows, classes]
+    labels = torch.tensor([0, 3, -100, 1, 2, 0])
+    if "ignore_index" in settings:
+        labels = labels.clamp(min=0)
+
+    def loss(of_layer):
+        return batched.quick_cross_entropy(of_layer, labels, **settings)
+
+    found = torch.func.vmap(loss)(logits)
+    expected = [nn.functional.cross_entropy(each, labels, **settings) for each in logits]
+    expected = torch.stack(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(losses.sum(), logits)[0] for losses in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
 class Branching(TwoStage):
     """A tail that asks for a value, of which a single run for several layers has more than one."""
 

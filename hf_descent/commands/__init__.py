@@ -1,8 +1,8 @@
 """The commands of `hf-descent`, one module each. Nothing in the library imports from here.
 
 A module with the name of the command has `run(*arguments)`. They come from `parse(argv, prog, description)` of that
-module or, of a plain tool, from its flags in `flags.py`. No command needs torch or transformers for its `--help`: what
-takes a module to find out is stored in `help/`, written by `python tests/help_pages.py`.
+module, or for a plain tool from its flags in `flags.py`. No command needs torch or transformers for its `--help`: help
+that only a module can give is stored in `help/`, by `python tests/help_pages.py`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Command:
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None
 
     def parse(self, argv: Sequence[str]) -> tuple:
-        """The arguments of `run` that a command line gives; ValueError if it is wrong."""
+        """The arguments of `run` from a command line; ValueError if it is wrong."""
         prog = f"hf-descent {self.name}"
         if self.add_flags is None:
             if list(argv) in (["-h"], ["--help"]):
@@ -51,7 +51,7 @@ class Command:
 
     @property
     def help_page(self) -> Path:
-        """The stored help of a command whose module parses: importing what it has arguments of takes seconds."""
+        """The stored help of a command whose module parses, since its imports take seconds."""
         return Path(__file__).parent / "help" / f"{self.name}.txt"
 
     def module(self):

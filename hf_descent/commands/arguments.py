@@ -61,7 +61,8 @@ SHORT_HELP = {
     "report_to": "tracker, such as tensorboard",
     "push_to_hub": "upload the model",
 }
-# Given one of these, a command takes none of the others from a record: together they say which rows are measured.
+# If one of these is given, a command takes none of the others from a record: together they say which rows are
+# measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
     "validation_file", "test_file", "train_files", "test_files",
@@ -75,12 +76,12 @@ TRAINING = (
 
 
 def refuse(message: str) -> NoReturn:
-    """In the place of a parser's `error`, which would print how the command is used first."""
+    """Takes the place of a parser's `error`, which would print the usage first."""
     raise ValueError(message)
 
 
 def recorded(model: str, told: Collection[str]) -> dict[str, Any]:
-    """What the record of `model` says of arguments that are not `told`."""
+    """The arguments in the record of `model`, without those that are `told`."""
     left_out = set(told)
     if left_out.intersection(SOURCES):
         left_out.update(SOURCES)
@@ -88,9 +89,9 @@ def recorded(model: str, told: Collection[str]) -> dict[str, Any]:
 
 
 def record_of(model: str) -> dict[str, Any]:
-    """The arguments of data that a run recorded, but for those that had no value; of a checkpoint, those of its run.
+    """The arguments of data that a run recorded, without those that had no value. For a checkpoint, those of its run.
 
-    Older runs, and those that come from the Hub, tell of their files nothing but names: they name no sources.
+    Older runs, and runs from the Hub, record only the names of their files, so they name no sources.
     """
     from ..runs import RunFolder  # takes seconds: not for `hf-descent --help`
 
@@ -113,7 +114,7 @@ def _record_in_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def absolute(name: str, value: Any) -> Any:
-    """The argument `name` of data with its paths made absolute, so that it can be read from anywhere."""
+    """The value of the data argument `name` with absolute paths, so that it can be read from anywhere."""
     if isinstance(value, list):
         return [absolute(name, item) for item in value]
     if not value or "://" in str(value):
@@ -132,11 +133,11 @@ def parse_recipe(
     usage: str | None = None,
     model: str | None = None,
 ) -> tuple:
-    """Parses flags into dataclasses, by `transformers.HfArgumentParser`; a YAML file named by `--config` gives
+    """Parse flags into dataclasses, by `transformers.HfArgumentParser`. A YAML file named by `--config` gives
     defaults, and flags win over it. ValueError if the file is no mapping, or a name or kind of value is unknown.
 
-    What neither gives is that of the record of `model`, a finished run. The file may then be the recipe of its
-    training: what else it sets is left out.
+    Values that neither gives come from the record of `model`, a finished run. The file may then be the recipe of its
+    training: its other settings are left out.
     """
     config_parser = _config_parser()
     path = config_parser.parse_known_args(argv)[0].config
@@ -171,7 +172,7 @@ def parse_recipe(
 
 
 def _config_parser() -> argparse.ArgumentParser:
-    # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
+    # Abbreviated flags are off: a typo should fail, and not set the flag that it happens to abbreviate.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse
     parser.add_argument(
@@ -215,7 +216,7 @@ def _flags_in(argv: Sequence[str]) -> set[str]:
 
 
 def _read_recipe(path: str, names: set[str], prog: str, leaves_out: bool) -> dict[str, Any]:
-    """The values of the arguments `names` in a YAML file; others are left out, or else a ValueError."""
+    """The values of the arguments `names` in a YAML file. Others are left out if `leaves_out`, else ValueError."""
     with open(path, "rb") as file:
         values = yaml.safe_load(file)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -229,8 +230,8 @@ def _read_recipe(path: str, names: set[str], prog: str, leaves_out: bool) -> dic
 
 
 def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
-    """The value of the argument `name` in the YAML file `path`, one of a list as a list; a number of another type than
-    the argument's as text, which argparse converts. ValueError if it is of a kind that the argument does not take.
+    """The value of the argument `name` in the YAML file `path`. For a list argument, a single value becomes a list. A
+    number of another type becomes text, which argparse converts. ValueError if the argument does not take its kind.
     """
     from ..configs import JSON_ARGUMENTS
 
@@ -252,8 +253,8 @@ def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
 def _arrange(
     parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool
 ) -> None:
-    """The help: a group for each dataclass, the descent's first, and each flag once. It shows the arguments that most
-    runs need, in a line or two each; all texts and arguments where `shows_all`."""
+    """Arrange the help: a group for each dataclass, the descent's first, and each flag once. It shows the arguments
+    that most runs need, in a line or two each; with `shows_all`, all arguments and full texts."""
     from ..configs import DescentArguments
 
     is_training = issubclass(argument_types[-1], DescentArguments)
@@ -311,7 +312,7 @@ def _describe(action: argparse.Action) -> None:
 
 
 def first_word(argv: Sequence[str], what: str, usage: str) -> str | None:
-    """The one word before the first flag; `None` without it where the help is asked for, or else ValueError."""
+    """The one word before the first flag. Without it, `None` if the help is asked for, else ValueError."""
     words = list(takewhile(lambda word: not word.startswith("-"), argv))
     if len(words) == 1:
         return words[0]
@@ -324,7 +325,7 @@ def first_word(argv: Sequence[str], what: str, usage: str) -> str | None:
 def parse_model(
     argument_types: Sequence[type], argv: Sequence[str], prog: str, description: str
 ) -> tuple:
-    """Parses `MODEL [--config RECIPE] [flags]` (see [`parse_recipe`]) into the model and the dataclasses; ValueError
+    """Parse `MODEL [--config RECIPE] [flags]` (see [`parse_recipe`]) into the model and the dataclasses; ValueError
     if there is not one model."""
     usage = f"{prog} MODEL [--config RECIPE] [flags]"
     description = f"{description}. MODEL is the output folder of a run, or a name on the Hub."

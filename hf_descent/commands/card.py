@@ -12,7 +12,7 @@ from .closing import next_step
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes `README.md`, `model_card.json` and figures into the folder; uploads it where asked to.
+    """Write `README.md`, `model_card.json` and figures into the folder, and upload it if asked to.
 
     Checkpoints, optimizer states and `training_args.bin` are not uploaded.
     """
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
 
     repo_id = None
     if args.push_to_hub:
-        collect(args.run, **facts)  # what is refused leaves no repository behind
+        collect(args.run, **facts)  # raises before a repository is made
         # `None` leaves it to the settings of the account.
         private = True if args.private else None
         repo_id = HfApi().create_repo(args.push_to_hub, private=private, exist_ok=True).repo_id
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     if args.push_to_hub:
         ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]
         ignored += ["optimizer*", "scheduler*", "scaler.pt", "rng_state*"]
-        if card["readout"]:  # whose numbers the uploaded model does not have
+        if card["readout"]:  # the uploaded model does not have the numbers of this readout
             ignored += ["*_results.json", "trainer_state.json", *RunFolder.EVALUATIONS]
         commit = HfApi().upload_folder(
             repo_id=repo_id,

@@ -53,7 +53,7 @@ parse = partial(parse_recipe, argument_types)
 
 
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
+    """Train and evaluate. Beside the model, `args.output_dir` gets the results of [`report`]."""
     if args.prediction_loss_only or not args.eval_do_concat_batches:
         raise ValueError(
             "The accuracy needs the predictions: leave out `prediction_loss_only` and the like."
@@ -109,6 +109,6 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
     """`compute_metrics` of a classifier: its accuracy."""
     logits = prediction.predictions
-    if isinstance(logits, tuple):  # BART's come with the states of its encoder
+    if isinstance(logits, tuple):  # BART adds the states of its encoder
         logits = logits[0]
     return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}

@@ -1,11 +1,11 @@
-"""The last lines of a command: what was found, in one line, and which command comes next."""
+"""The last lines of a command: the result in one line, and the next command."""
 
 from ..evaluation import Certificate, LayerProfile
 from ..runs import RunFolder
 
 
 def closing_lines(folder: str, profile: LayerProfile, next_steps: str) -> str:
-    """Where the results are, the verdict in one line if there are constraints, and what comes next."""
+    """The folder of the results, the verdict in one line if there are constraints, and the next steps."""
     lines = [f"Written to {folder}"]
     if profile.problem is not None:
         lines.append(profile.certificate().headline)

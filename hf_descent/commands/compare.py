@@ -12,7 +12,7 @@ from .closing import next_step
 
 
 def run(args: argparse.Namespace):
-    """Compares the runs, prints the table and the outcomes, and writes both and the figures into `args.output_dir`."""
+    """Compare the runs, print the table and the outcomes, and write both and the figures into `args.output_dir`."""
     runs = grouped(args.runs)
     pairs = pair_of(runs)
     for pair in pairs:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace):
 
 
 def grouped(words: Sequence[str]) -> Sequence[str] | dict[str, list[str]]:
-    """Folders as they are given, or those of each group where all are given as `GROUP=RUN`."""
+    """The folders as they are given, or grouped if all are given as `GROUP=RUN`."""
     # Sweeps name folders by their settings, such as `lr=0.1`.
     named = [word for word in words if "=" in word and not os.path.isdir(word)]
     if not named:
@@ -54,8 +54,8 @@ def have_curves(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> bool:
 
 
 def pair_of(runs: Sequence[str] | Mapping[str, Sequence[str]]) -> list[SideBySide]:
-    """Of two runs, one of which is plain training, the layers side by side at each common noise level; none of other
-    runs, or where they were not measured on the same rows."""
+    """The layers of two runs side by side at each common noise level, if one of them is plain training. Empty for
+    other runs, and if they were not measured on the same rows."""
     folders = folders_of(runs)
     if len(folders) != 2:
         return []

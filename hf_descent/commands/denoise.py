@@ -91,9 +91,9 @@ parse = partial(parse_recipe, argument_types)
 
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
-    mean, layer losses). Of the test examples where there are any, else of the validation examples, there are
-    `layer_profile.json` (at the training level) and `noise_curve.json`."""
+    """Train and evaluate. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
+    mean, layer losses), `layer_profile.json` (at the training level) and `noise_curve.json`. The last two are of the
+    test examples, or without any of the validation examples."""
     resume = resume_choice(args, model_args)
     set_seed(args.seed)
     name = model_args.model_name_or_path
@@ -129,11 +129,11 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
 def report(
     trainer: DescentTrainer, rows: Mapping[str, Dataset], settings: dict[str, Any], draws: int
 ) -> str:
-    """Measures the validation and test examples, writes the results of the last, and prints both; the last lines of
-    the command."""
+    """Measure the validation and test examples, print both, and write the results of the last. Returns the last lines
+    of the command."""
     args = trainer.args
     is_first = trainer.is_world_process_zero()
-    # The test examples come last, since the trainer's card is of what was measured last.
+    # The test examples come last, since the trainer's card shows the last measurement.
     for split in ("validation", "test"):
         if split not in rows:
             continue
@@ -190,7 +190,8 @@ def build_model(
         "loss_scale": loss_scale,
     }
     if args.architecture == "ut":
-        # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.
+        # Untrained layers only average frames. Together, those of a deep model do so as much as those of a shallow
+        # one.
         step = min(1.0, 2 / args.num_layers) if args.attention_step is None else args.attention_step
         return UTForVideoDenoising(UTConfig(**sizes, attention_step=step))
 

@@ -1,10 +1,10 @@
 """`hf-descent evaluate MODEL`: how good a model is under noise and at every layer, on held-out examples.
 
-The task is read off the model's architecture; the data comes from flags, from a recipe (`--config`) or, as far as
-these do not say, from the record of the model's training. All models see the same noise on the same data, so that
-`hf-descent compare` can pair them. Results go into the model's folder: `noise_curve.json` and `layer_profile.json`
-and, of a constrained run, `verdict.json`, both also at noise levels (`..._gamma_<level>.json`). A results folder
-elsewhere also gets the model's `descent_config.json`.
+The model's architecture says which task it is. The data comes from flags, from a recipe (`--config`), or else from the
+record of the model's training. All models see the same noise on the same data, so that `hf-descent compare` can pair
+them. Results go into the model's folder: `noise_curve.json`, `layer_profile.json`, and for a constrained run
+`verdict.json`; the last two also at noise levels (`..._gamma_<level>.json`). A results folder elsewhere also gets the
+model's `descent_config.json`.
 """
 
 import dataclasses
@@ -156,7 +156,7 @@ class InstructionArguments(AlpacaArguments):
     )
 
 
-# What a draw of validation examples from training examples depends on.
+# A draw of validation examples from training examples depends on these.
 DRAWS = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"}
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
 TASKS = {
@@ -187,7 +187,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple[str, Evalua
 
 
 def run(name: str, args: EvaluateArguments, data_args: Any) -> None:
-    """Evaluates the model; see the module."""
+    """Evaluate the model; see the module."""
     folder = _results_folder(name, args.results_dir)
     os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
     _, task_for = task_of(name)
@@ -199,7 +199,7 @@ def run(name: str, args: EvaluateArguments, data_args: Any) -> None:
 
 
 def _results_folder(name: str, results_dir: str | None) -> str:
-    """Where the results of the model `name` go; never outside `results_dir`, also for ".."."""
+    """The folder for the results of the model `name`; never outside `results_dir`, also for ".."."""
     if results_dir is not None:
         return os.path.join(results_dir, os.path.basename(os.path.abspath(name)))
     if not os.path.isdir(name):
@@ -208,8 +208,8 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 
 
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> tuple[str, str | None]:
-    """Measures the model of `task`, saved in `name`; writes the results into `folder`. Returns them as tables, and the
-    verdict in one line where there are constraints."""
+    """Measure the model of `task`, saved in `name`, and write the results into `folder`. Returns them as tables, and
+    the verdict in one line if there are constraints."""
     summary = RunFolder(name).summary
     loss = summary.get("layer_loss_fn")
     if loss:
@@ -248,7 +248,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> tup
 
 
 def _settings(task: Task, args: EvaluateArguments, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What curves and profiles take alike."""
+    """The settings that curves and profiles have in common."""
     settings = {
         **task.settings,
         "batch_size": args.per_device_eval_batch_size,
@@ -267,7 +267,7 @@ def _profiles(
     name: str,
     gamma_train: float | None,
 ) -> list[LayerProfile]:
-    """The layers at each noise level; where the run in `name` has a problem, with what a verdict on it tells."""
+    """The profiles at each noise level. If the run in `name` has a problem, with the facts that a verdict tells."""
     summary = RunFolder(name).summary
     problem = DescentProblem.saved_in(summary)
     gammas = args.profile_gammas
@@ -297,14 +297,14 @@ def _profiles(
 def _earlier_last_layer(
     task: Task, settings: Mapping[str, Any], summary: Mapping[str, Any]
 ) -> list[Reference]:
-    """f_L at earlier times of the training; known to be of these rows where training read the same."""
+    """f_L at earlier times of the training. It is of these rows if training read the same."""
     data = Evaluation(task.model, task.rows, **settings).fingerprint_of_rows()
     smoothing = summary.get("arguments", {}).get("label_smoothing_factor") or 0.0
     return references_of(summary, data, reading_by(task.model, smoothing=smoothing))
 
 
 def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> dict[str, Any]:
-    """What a verdict says of the training."""
+    """The facts about the training that a verdict reports."""
     objective = summary.get("objective")
     share = None
     warmup = summary.get("warmup_layer_losses")
@@ -323,8 +323,8 @@ def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> d
 def stated_problem(
     summary: Mapping[str, Any], profiles: Sequence[LayerProfile]
 ) -> DescentProblem | None:
-    """The problem that the arguments of a run state, where its `summary` has none, as after plain training that was
-    not evaluated; f_0 is that of the evaluated labels at the training's noise level. `None` if it is not known."""
+    """The problem that the arguments of a run state, for a `summary` without one, as after plain training that was not
+    evaluated. f_0 comes from the evaluated labels at the training's noise level; `None` if it is not known."""
     recorded = summary.get("arguments", {})
     names = {argument.name for argument in dataclasses.fields(DescentArguments)}
     known = {name: value for name, value in recorded.items() if name in names}

@@ -1,4 +1,4 @@
-"""`hf-descent exit MODEL`: what a trained model is worth, and what it costs, with fewer layers."""
+"""`hf-descent exit MODEL`: how good a trained model is with fewer layers, and how fast."""
 
 import math
 from dataclasses import dataclass
@@ -107,13 +107,13 @@ parse = partial(parse_model, (ExitArguments, DataArguments))
 
 
 def run(name: str, args: ExitArguments, data_args: DataArguments) -> None:
-    """Prints the tables, and writes them as json into the output folder.
+    """Print the tables, and write them as json into the output folder.
 
     A classifier's threshold is calibrated, and layers are chosen, on the validation examples; all is reported on the
     test examples. The training examples heal.
     """
     folder = results_folder(name, args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
+    folder.mkdir(parents=True, exist_ok=True)  # raises its errors now, not after the measurement
     model = load_whole_model(name)
     is_sorting = is_classifier(model)
     read = classifier_rows if is_sorting else language_rows
@@ -188,7 +188,7 @@ def _close_healed(folder: str, profile: LayerSetProfile) -> None:
 def _layer_sets(
     name: str, model: PreTrainedModel, rows: HeldOutRows, args: ExitArguments, settings: dict
 ) -> LayerSetProfile:
-    """The sets that the search finds; of a model that is healed the smallest one alone."""
+    """The sets that the search finds. If a model is healed, only the smallest one."""
     if args.heal is None:
         sets = _found_sets(model, rows, args, settings)
         return layer_set_profile(model, rows.test, sets, args.max_rise, **settings)
@@ -214,7 +214,7 @@ def _found_sets(
 def _healed(
     name: str, model: PreTrainedModel, layers: list[int], rows: HeldOutRows, args: ExitArguments
 ) -> HealingTrainer:
-    """What has trained the model with these layers to predict what all layers do; it is in the folder `args.heal`."""
+    """The trainer that has healed the model with these layers; the model is in the folder `args.heal`."""
     training = TrainingArguments(
         args.heal,
         max_steps=args.heal_steps,
@@ -250,7 +250,7 @@ def _healed(
 
 
 def _processing(name: str, model: PreTrainedModel) -> Any:
-    """What prepares the inputs, to be saved with a model."""
+    """The tokenizer or image processor, to be saved with a model."""
     if type(model).__name__.endswith("ForImageClassification"):
         return load_image_processor(name)
     return load_tokenizer(name)

@@ -55,8 +55,8 @@ AUTO_CLASSES = {
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes some layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
-    template and generation config, and prints commands that serve it. ValueError if the folder holds something, or
+    """Write some layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
+    template and generation config, and print commands that serve it. ValueError if the folder holds something, or
     the model has no such layer or cannot be cut by its config."""
     layers = layers_in(",".join(args.layers)) if args.layers else None
     is_onnx = args.format == "onnx"
@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _processing(name: str, model: PreTrainedModel, is_onnx: bool) -> tuple[Any, dict | None]:
-    """What prepares the inputs of the model `name`, and a batch of it; no batch of images, and of texts neither where
-    no tokenizer is saved. ValueError if the export needs one."""
+    """The tokenizer or image processor of the model `name`, and a batch of texts; both are `None` if no tokenizer is
+    saved. There is no batch of images. ValueError if the export needs a tokenizer."""
     architecture = type(model).__name__
     if architecture.endswith("ForImageClassification"):
         if is_onnx:
@@ -131,7 +131,7 @@ def _shortened(
 
 
 def how_to_use(architecture: str, names: Mapping[str, Any]) -> str:
-    """The lines that load and serve a checkpoint, and use that of a language model as a draft of the whole one."""
+    """The lines that load and serve a checkpoint, and for a language model use it as a draft of the whole one."""
     auto_class = "AutoModelForCausalLM"
     for ending, name in AUTO_CLASSES.items():
         if architecture.endswith(ending):

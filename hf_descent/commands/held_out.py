@@ -1,4 +1,4 @@
-"""The rows that `exit` and `lens` read, of a classifier of texts or images or of a language model."""
+"""Loads the rows that `exit` and `lens` read, for a classifier of texts or images, or a language model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,8 @@ from ..loading import (
 from .arguments import SOURCES, record_of
 
 
-SEARCH_ROWS = 256  # on which layers are left out; it takes some L passes over them for each layer
+# Rows to choose layers by. Each layer that is left out takes about L passes over them.
+SEARCH_ROWS = 256
 Pair = Mapping[str, Any]  # a `prompt` and its `completion`, or `None`
 
 
@@ -55,7 +56,7 @@ class HeldOutArguments:
 
 @dataclass
 class HeldOutRows:
-    """Rows to choose by, others to report on, and the settings of an evaluation that reads them.
+    """Rows to choose by, rows to report on, and the settings of an evaluation that reads them.
 
     `train` are the examples of training, for a command that trains.
     """
@@ -67,7 +68,7 @@ class HeldOutRows:
 
 
 def load_whole_model(name: str) -> PreTrainedModel:
-    """A classifier of texts or images, or a language model, on this machine's device; adapters are merged, since
+    """Load a classifier of texts or images, or a language model, on this machine's device. Adapters are merged, since
     their layers are read and cut with those of their base."""
     model = load_model(name, images=True).to(best_device())
     if hasattr(model, "merge_and_unload"):
@@ -88,8 +89,8 @@ def classifier_rows(
     trains: bool,
     chooses: bool,
 ) -> HeldOutRows:
-    """The validation and test examples of a classifier, as one half of the validation examples each without test
-    examples; those of training where the command `trains`. Where it `chooses` by examples, it reports on others."""
+    """The validation and test examples of a classifier, and those of training if the command `trains`. If it `chooses`
+    by examples, it reports on others. Without test examples the validation examples are halved."""
     if args.data is not None:
         data_args = _of_file(args.data, data_args, trains, chooses)
     if type(model).__name__.endswith("ForImageClassification"):
@@ -114,8 +115,8 @@ def classifier_rows(
 
 
 def _of_file(data: str, data_args: DataArguments, trains: bool, chooses: bool) -> DataArguments:
-    """The arguments by which the file `data` stands for all examples but those of training. Where nothing is trained,
-    it also says which classes there are."""
+    """The arguments with which the file `data` gives all examples but those of training. If nothing is trained, the
+    file also says which classes there are."""
     sources = dict.fromkeys(SOURCES & vars(data_args).keys())
     sources["train_split"] = data_args.train_split
     sources["train_file"] = train_file(data_args) if trains else data
@@ -133,7 +134,7 @@ def train_file(data_args: DataArguments) -> str:
 
 
 def _warn_of_training_rows(name: str, data_args: DataArguments) -> None:
-    """Say where the rows to measure on are drawn from those of training, and no record says how that drew its own."""
+    """Warn if the rows to measure are drawn from those of training, and no record says how training drew its own."""
     is_named = data_args.validation_split or data_args.validation_file
     if not is_named and not record_of(name).keys() & {*SOURCES}:
         print(
@@ -150,8 +151,8 @@ def language_rows(
     trains: bool,
     chooses: bool,
 ) -> HeldOutRows:
-    """The instructions or texts of the file as test examples, but for a first half, or as much of it as a search
-    reads, where the command `chooses` by examples; those of the file of training where it `trains`."""
+    """The instructions or texts of the file as test examples, and those of the file of training if the command
+    `trains`. If it `chooses` by examples, it does so on the first half, or as much of that as a search reads."""
     if args.data is None:
         raise ValueError(
             f"{name!r} is a language model: give a file of texts or instructions by `--data`."
@@ -187,7 +188,7 @@ def _read_texts(argument: str, path: str, column: str) -> list[Pair]:
 
 
 def _read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
-    """The instructions of a file; where some have an answer, only those: an answer has another loss than a prompt."""
+    """The instructions of a file. If some have an answer, only those: an answer has another loss than a prompt."""
     pairs = read_instructions(path, prompt_format, tokenizer, ["input", "output"])
     answered = [pair for pair in pairs if pair["completion"]]
 
@@ -203,8 +204,8 @@ def _read_answered(path: str, prompt_format: str, tokenizer: PreTrainedTokenizer
 def _labelled_rows(
     pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> list[dict[str, Any]]:
-    """Token ids and labels of each pair, cut to `limit` tokens; those of a single token are
-    dropped. ValueError if none is longer."""
+    """Token ids and labels of each pair, cut to `limit` tokens. Pairs of a single token are dropped; ValueError if
+    none is longer."""
     rows = [completion_labels(pair, tokenizer, limit) for pair in pairs]
     long_enough = [row for row in rows if len(row["input_ids"]) > 1]
     if not long_enough:
@@ -220,14 +221,14 @@ def _labelled_rows(
 
 
 def _tokens_to_read(model: PreTrainedModel, data_args: DataArguments) -> int:
-    """How many tokens of a text a language model is measured on."""
+    """The number of tokens of a text on which a language model is measured."""
     chosen = 512 if data_args.max_seq_length is None else data_args.max_seq_length
     positions = position_limit(model)
     return chosen if positions is None else min(chosen, positions)
 
 
 def empty_folder(argument: str, path: str) -> Path:
-    """The folder that an argument names for a model; ValueError if something is in it."""
+    """The folder for a model that an argument names; ValueError if something is in it."""
     folder = Path(path)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`{argument}` {path!r} is not empty; name another.")
@@ -235,7 +236,7 @@ def empty_folder(argument: str, path: str) -> Path:
 
 
 def results_folder(name: str, output_dir: str | None) -> Path:
-    """Where results about the model `name` go: `output_dir`, or the model's own folder, or this one."""
+    """The folder for results about the model `name`: `output_dir`, or the model's own, or the present one."""
     if output_dir is not None:
         return Path(output_dir)
     return Path(name) if Path(name).is_dir() else Path(".")

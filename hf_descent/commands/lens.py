@@ -67,9 +67,9 @@ parse = partial(parse_model, (LensArguments, DataArguments))
 
 
 def run(name: str, args: LensArguments, data_args: DataArguments) -> None:
-    """Prints the table, and writes it as json and as a page with a figure into the output folder."""
+    """Print the table, and write it as json and as a page with a figure into the output folder."""
     folder = results_folder(name, args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
+    folder.mkdir(parents=True, exist_ok=True)  # raises its errors now, not after the measurement
     model = load_whole_model(name)
     fits = args.fit != "none"
     read = classifier_rows if is_classifier(model) else language_rows

@@ -26,7 +26,7 @@ parse = partial(parse_recipe, argument_types)
 
 
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
+    """Train and evaluate. Beside the model, `args.output_dir` gets the results of [`report`]."""
     name = model_args.model_name_or_path
     if name is None:
         raise ValueError(

@@ -15,7 +15,7 @@ from ..readout.replay import Readout, evaluating, output_logits
 from ..runs import RunFolder
 
 
-DRAWS = 8  # of the noise
+DRAWS = 8  # draws of the noise
 LISTED = 3  # predictions that are shown for each layer
 CSS = """
 table {width: 100%; font-variant-numeric: tabular-nums}
@@ -25,7 +25,7 @@ th, td {font-weight: normal; white-space: nowrap}
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serves the page until it is interrupted. The threshold starts at that of `hf-descent exit`, if it ran."""
+    """Serve the page until it is interrupted. The threshold starts at the one of `hf-descent exit`, if that ran."""
     model = load_model(args.model).to(best_device())
     tokenizer = load_tokenizer(args.model)
     reports = RunFolder(args.model).results(ConfidenceReport, "confidence_exit")
@@ -33,16 +33,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold: float = 0.1):
-    """The page, a `gradio.Blocks` to `launch`, for a classifier of one label a text or a causal language model.
+    """Build the page, a `gradio.Blocks` to `launch`, for a classifier of one label per text or a causal language
+    model.
 
-    `threshold` is where the slider starts: the uncertainty below which a layer is sure. Nothing leaves this machine.
-    ValueError if the layers have no shared readout, or their input takes no noise.
+    `threshold`, at which the slider starts, is the uncertainty below which a layer is sure. Nothing leaves this
+    machine. ValueError if the layers have no shared readout, or their input takes no noise.
     """
     import gradio
 
     ConfidenceExit(model, threshold)  # refuses several labels for one text
     noise = EmbeddingNoise(model, 0.0, seed=0)
-    read_layers(model, tokenizer, "a", noise)  # raises here what it would at the first text
+    read_layers(model, tokenizer, "a", noise)  # raises its errors now, not at the first text
     is_classifier = "ForSequenceClassification" in type(model).__name__
 
     def name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: where they start, what they save, and what they report."""
+"""Shared by the commands that train: where they start, what they save, and what they report."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -41,8 +41,9 @@ class OutputArguments:
 
 
 def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | bool | None:
-    """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
-    ValueError for an adapter, or where the output folder holds something, and nothing says to resume or overwrite."""
+    """What `Trainer.train` takes: a checkpoint folder, `True` (the newest of the output folder) or `None` (from
+    scratch). ValueError for an adapter, and if the output folder holds something but nothing says to resume or
+    overwrite."""
     name = model_args.model_name_or_path
     if name and find_json(name, ADAPTER):
         raise ValueError(
@@ -54,7 +55,7 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
     resume = {"true": True, "false": None, "none": None}.get(str(choice).lower(), choice)
     if resume or model_args.overwrite_output_dir or not os.path.isdir(args.output_dir):
         return resume
-    # A run that was refused has left no more than the record of its data.
+    # A run that was refused has left only the record of its data.
     if set(os.listdir(args.output_dir)) - {RunFolder.DATA}:
         raise ValueError(
             f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
@@ -72,12 +73,12 @@ def train_and_report(
     data_args: Any,
     score: str = "loss",
 ) -> None:
-    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so. With
-    `with_plain` all this is done twice, of plain training first, and both are printed side by side.
+    """Train (see [`resume_choice`]), save, call `report`, and push if the arguments say so. With `with_plain` all this
+    is done twice, first for plain training, and both are printed side by side.
 
     `report` prints what it measures, and returns the last lines of the command. `model_args` and `data_args` are those
     of the command beside the trainer's; the run's `descent_config.json` gets them. What was measured, on which rows,
-    is recorded for later commands; `score` is what an evaluation has beside losses.
+    is recorded for later commands; `score` is the metric of an evaluation beside losses.
     """
     _check_metric(trainer.args.metric_for_best_model, score)
     arm = partial(_train_arm, trainer, report, model_args, data_args)
@@ -126,7 +127,7 @@ def _train_arm(
     data_args: Any,
     resume: str | bool | None,
 ) -> str:
-    """Trains, saves and reports once, by the arguments that the trainer has now; the last lines of the report."""
+    """Train, save and report once, with the present arguments of the trainer; returns the last lines of the report."""
     trainer.command = json_value(vars(model_args))
     trainer.command.update(json_value(vars(data_args)))
     args = trainer.args
@@ -144,7 +145,7 @@ def _train_arm(
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
 
     if trainer.is_fsdp_enabled:
-        # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
+        # Checkpoints are sharded for speed, but Trainer would save nothing of a sharded model.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
 
     trainer.save_model()
@@ -165,12 +166,11 @@ def _train_arm(
 
 
 def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> str:
-    """Evaluates on the validation and test examples, writes the result files, and prints them as short tables; the
-    last lines of the command, which say what was found and what comes next.
+    """Evaluate on the validation and test examples, write the result files, and print them as short tables. Returns
+    the last lines of the command.
 
-    `all_results.json` has the metrics and layer losses on both. Of the test examples where there are any there is
-    `layer_profile.json`, also at the training level (`layer_profile_gamma_LEVEL.json`) and, where noise levels are
-    given, `noise_curve.json`.
+    `all_results.json` has the metrics and layer losses on both. `layer_profile.json`, also at the training level
+    (`layer_profile_gamma_LEVEL.json`), and with noise levels `noise_curve.json`, are of the test examples, if any.
     """
     args = trainer.args
     with assigned([(args, "dataloader_drop_last")], False):  # it would drop evaluated rows, too
@@ -205,7 +205,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
 
 
 def _metrics(trainer: DescentMixin, rows: Dataset | None, prefix: str) -> dict[str, float]:
-    """The metrics of an evaluation, which are saved, too."""
+    """Measure, and save, the metrics of an evaluation."""
     metrics = trainer.evaluate(rows, metric_key_prefix=prefix)
     # TRL calls its own metrics `eval_...` whatever the prefix.
     metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
@@ -214,7 +214,7 @@ def _metrics(trainer: DescentMixin, rows: Dataset | None, prefix: str) -> dict[s
 
 
 def metrics_of(results: Mapping[str, Result], prefix: str) -> dict[str, float]:
-    """The metrics of all results, with a prefix; where they share a name, those of the later one."""
+    """The metrics of all results, with a prefix. If two share a name, the later one counts."""
     return {
         f"{prefix}_{name}": value
         for result in results.values()

@@ -181,7 +181,6 @@ class DescentRun:
         if self.objective is None:
             return
         self.objective.dual_step(self.step, skipped)
-        self.step = StepTotals(self.step.number + 1, processes=self.step.processes)
 
     # ---- evaluations ----
 

@@ -1,3 +1,5 @@
+"""The dual side of a run: its warm-up, when the multipliers move, early stopping, and what is saved."""
+
 import math
 from types import SimpleNamespace
 

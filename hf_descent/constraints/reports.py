@@ -144,6 +144,8 @@ class DualReports:
             advice = f"Ask for less ({self._ways_to_ask_less()}), or train longer."
             if any(losses[row.layer - 1] >= at_chance for row in problem.rows):
                 advice = f"Constrained layers are at chance. {advice_at_chance or advice}"
+            if not ascent.multipliers.values.any():
+                advice = "All multipliers are 0, so no constraint acts yet: train longer."
             logger.warning(
                 f"{steps} NOT every constraint is within its tolerance.\n{table}\n{advice}"
             )

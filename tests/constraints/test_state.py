@@ -236,6 +236,17 @@ def test_the_closing_report_is_about_the_last_tenth_of_the_run_to_the_step(
         assert resumed.report() == state.report()
 
 
+def test_a_run_too_short_for_its_constraints_is_not_advised_to_ask_for_less(tmp_path, caplog):
+    """The mean f_L is above f_0 to the end, so that nothing was asked of layer 1."""
+    state = DualState(config(tmp_path, descent_alpha=None, initial_loss_bound=1.0), 2, 100, 0)
+    for step in range(100):
+        losses = [0.9, 0.5] if step >= 80 else [20.0, 20.0]
+        dual_step(state, torch.tensor(losses), step)
+    state.report()
+    assert "NOT every constraint" in caplog.text
+    assert caplog.records[-1].message.endswith("no constraint acts yet: train longer.")
+
+
 def test_the_advice_is_about_layers_at_chance_before_it_is_about_targets(tmp_path, caplog):
     args = config(tmp_path, descent_alpha=None, exit_targets={2: 0.1}, dual_warmup_steps=0)
     state = DualState(args, 3, 100, 0, chance=1.0)

@@ -199,6 +199,7 @@ class DescentProblem:
         # The derivatives of violations in the losses of their own layers, `[rows, L]`.
         self._own_slopes = np.zeros((self.num_rows, num_layers))
         self._own_slopes[self._index, self._arrays.layer] = 1.0
+        self._has_own_alone = bool(self._arrays.is_fixed.all())
         self._tensors: dict[tuple, _Constants] = {}  # by type and device
 
     @property
@@ -411,11 +412,11 @@ class DescentProblem:
 
     def _slopes(self, ratio: float, detach: bool) -> np.ndarray:
         """The derivative of each violation in the layer losses, `[rows, L]`, at a ratio level / f_0."""
-        constants = self._arrays
-        if detach or constants.is_fixed.all():
+        if detach or self._has_own_alone:
             return self._own_slopes
 
         # Rows that refer to the loss of a layer have a second entry.
+        constants = self._arrays
         slopes = self._own_slopes.copy()
         refers = ~constants.is_fixed & (constants.reference > 0)
         rows = np.flatnonzero(refers)

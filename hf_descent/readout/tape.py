@@ -56,6 +56,7 @@ class Tape:
         # A mask depends on whether there is padding; were each replay to ask, it would wait for the device.
         self.mask_makers = {} if layers_only else dict(ALL_MASK_ATTENTION_FUNCTIONS)
         self.replays = not layers_only
+        self.autocast = None  # that of the last layer, which a readout that is no replay needs
         self.layer_ids = {id(layer) for layer in stack.layers}
         # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
         self.give = self.give_within_stack = clone if stack.clones else _rewrapped
@@ -159,7 +160,9 @@ class Tape:
                 self.layer_outputs.append(kept)
             if is_last:
                 self.in_tail = True
-                self.autocast = present_autocast(self.stack.hidden_state(output).device.type)
+                if not self.replays:
+                    device_type = self.stack.hidden_state(output).device.type
+                    self.autocast = present_autocast(device_type)
                 self.random_states = random_state.torch_states(self.devices)
 
         return output

@@ -118,6 +118,13 @@ def test_one_depth_a_step_trains_the_exits_alone(tmp_path):
     ]  # the fourth step is that of layer 5
 
 
+def test_rising_weights_rise_with_the_steps_alone(tmp_path):
+    words = ["--smoke", "--tasks", "denoiser_two", "--seeds", "0", "--arms", "rising"]
+    benchmark.main([*words, "--output", str(tmp_path / "runs.jsonl")])
+    for run in Runs(str(tmp_path / "runs.jsonl")).all():
+        assert run["multipliers"] == [15.0, 15.0]  # in the last of four steps, of 20
+
+
 def test_settings_that_a_search_found_are_tried_with_the_other_seeds(tmp_path, monkeypatch):
     """Each seed needs a coefficient of its own: the first two hold for the third, too, which finds its own at once."""
     needs, trained = {0: 2.0, 1: 2.0, 2: 1.0}, []

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
-from harness import InTurn, Runs, fit
+from harness import InTurn, RisingWeights, Runs, fit
 from scipy.ndimage import gaussian_filter
-from transformers import TrainerCallback, ViTConfig, set_seed
+from transformers import ViTConfig, set_seed
 
 from hf_descent import models
 from hf_descent.commands import demo
@@ -146,16 +146,6 @@ def fixed_weight_arms(depth: int) -> dict[str, dict]:
             "callbacks": [InTurn],
         },
     }
-
-
-class RisingWeights(TrainerCallback):
-    """The weight of each layer below the last rises from 0 to 1 with the steps."""
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._trainer.multipliers.values.fill_(state.global_step / state.max_steps)
 
 
 # ---- tasks: training rows, rows to select on, rows to report by name ----

@@ -58,6 +58,20 @@ class InTurn(TrainerCallback):
             weights[turn] = self.MOST
 
 
+class RisingWeights(TrainerCallback):
+    """The weights of the constraints rise from 0 to `most` with the steps, whatever the losses are.
+
+    With `objective="fixed"`.
+    """
+
+    def __init__(self, trainer, most: float = 1.0):
+        self._trainer = trainer
+        self._most = most
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._trainer.multipliers.values.fill_(self._most * state.global_step / state.max_steps)
+
+
 def parser(description: str, **sizes: int) -> argparse.ArgumentParser:
     """Of a benchmark with these sizes, whose defaults are given, and with rounds, threads and a file for results."""
     found = argparse.ArgumentParser(description=description.split("\n")[0])

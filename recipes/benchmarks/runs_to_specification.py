@@ -10,6 +10,7 @@ arms, whole runs each:
 - quadratic, hinge: f_L + c/2 sum_k [violation_k]^2, or c sum_k [violation_k];
 - deep_supervision: the sum of the losses of all layers, with nothing to search but the learning rate;
 - layerskip: LayerSkip's loss, with weights that grow with depth; likewise;
+- rising: weights on the exits that rise from 0 to 20 with the steps, whatever the losses are; likewise;
 - sorted: one depth a step, the exits and the whole model in turn (Sorted fine-tuning, arXiv 2309.08968); likewise;
 - cut_first: a model for each exit, cut to its depth and then fine-tuned, beside the whole one by plain training, whose
   f_L is that of the specification, each at its own best learning rate. With cut_first_longer a model of k layers
@@ -35,7 +36,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 from datasets import concatenate_datasets
-from harness import InTurn, Runs, fit
+from harness import InTurn, RisingWeights, Runs, fit
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 
 from hf_descent import DescentTrainer
@@ -51,7 +52,7 @@ from hf_descent.models import LinearReadoutForSequenceClassification
 
 
 CUT_FIRST = {"cut_first": "same steps", "cut_first_longer": "same compute"}
-WITHOUT_COEFFICIENTS = ("plain", "deep_supervision", "layerskip", "sorted", *CUT_FIRST)
+WITHOUT_COEFFICIENTS = ("plain", "deep_supervision", "layerskip", "rising", "sorted", *CUT_FIRST)
 ARMS = ("ours", "fixed", "quadratic", "hinge", *WITHOUT_COEFFICIENTS)
 OBJECTIVES = {"plain": "erm", "ours": "descent"}  # of the arms that have another name
 OURS = {
@@ -61,6 +62,7 @@ OURS = {
     "target_margin": 0.1,
 }
 MOST = 0.5  # of the dual rate and the margin, which a search of "ours" doubles
+RISE_TO = 20.0  # about where the multipliers of "ours" end on the denoiser
 GROWTH = 10.0  # of a coefficient whose row is missed
 SMOKE_STEPS = 4
 # A learning rate; of models that are cut first all those from which each takes its best one.
@@ -68,7 +70,8 @@ Rate = float | tuple[float, ...]
 
 
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
-    """The arguments of `DescentConfig` that make an arm; `cut_first` and `in_turn` are those of `train`."""
+    """The arguments of `DescentConfig` that make an arm; `cut_first`, `in_turn` and `rise_to` are those of
+    `train`."""
     if arm in CUT_FIRST:
         return {"objective": "erm", "cut_first": CUT_FIRST[arm]}
     if arm == "sorted":
@@ -79,6 +82,14 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
             "dual_warmup_steps": 0.0,
             "normalize_weights": True,
             "in_turn": True,
+        }
+    if arm == "rising":
+        return {
+            "objective": "fixed",
+            "exit_targets": exits,
+            "fixed_multipliers": [0.0] * len(exits),
+            "dual_warmup_steps": 0.0,
+            "rise_to": RISE_TO,
         }
     if arm in WITHOUT_COEFFICIENTS:
         return {"objective": OBJECTIVES.get(arm, arm)}
@@ -423,6 +434,9 @@ def fit_model(
     settings = dict(settings)
     if settings.pop("in_turn", False):
         settings["callbacks"] = [InTurn]
+    rise_to = settings.pop("rise_to", None)
+    if rise_to is not None:
+        settings["callbacks"] = [partial(RisingWeights, most=rise_to)]
 
     task.make(options)  # reads the data, once
     set_seed(seed)  # the head is drawn after it

@@ -790,6 +790,7 @@ ARMS = {
     "quadratic": "quadratic penalty",
     "hinge": "hinge penalty",
     "deep_supervision": "deep supervision",
+    "rising": "weights rising from 0 to 20",
     "layerskip": "LayerSkip",
     "sorted": "one depth a step, in turn",
     "cut_first": "cut first, same steps",
@@ -809,6 +810,7 @@ SPECIFICATIONS = {  # seeds, arms and most runs of each task
 EVERY_ARM = (
     "ours",
     "fixed",
+    "rising",
     "deep_supervision",
     "layerskip",
     "sorted",

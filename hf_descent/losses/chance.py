@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,6 +12,10 @@ from accelerate.utils import gather_object
 
 from ..special import digamma, entr, scaled_exponential_integral
 from .task import TaskLoss
+
+
+if TYPE_CHECKING:
+    from .class_weights import ClassWeights
 
 
 SMALLEST = 1e-12
@@ -27,7 +31,7 @@ class ChanceLoss:
     That loss is for the `kind` "classes", whole labels (negative ones are ignored), their entropy; for "positions",
     the two ends of extractive answers, `[batch, 2]`, the mean of their entropies over the positions up to the last one
     seen, or of even odds of all places in a text, where it is less; for "multi_label", independent classes, the mean
-    binary entropy; for "numbers" the variance.
+    binary entropy; for "numbers" the variance. The "classes" may have weights.
     """
 
     num_classes: int  # size of the last dimension of the logits
@@ -38,6 +42,7 @@ class ChanceLoss:
     # Name of a denoiser's input, which predicts its labels by itself, or of the texts.
     signal: str | None = None
     enough: int = FEW_LABELS  # how many labels tell the loss
+    weights: "ClassWeights | None" = None  # of classes, where the loss has such
     rounding: float = 0.0  # by what share the model may round its loss down, in half precision
     # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
     # floating labels number, sum and sum of squares [3, dims], with a signal also the sum of squares of their
@@ -125,6 +130,8 @@ class ChanceLoss:
             loss = self._of_independent_classes(moments)
         elif self.kind == "positions":
             loss = self._of_answers(moments, estimates)
+        elif self.weights is not None:
+            loss = self._of_weighted_classes(moments[0])
         else:
             loss = self._entropy(moments[0], estimates)
 
@@ -146,6 +153,12 @@ class ChanceLoss:
         number, total, _ = moments  # [classes] each
         mean = total / number
         return np.mean(entr(mean) + entr(1 - mean))
+
+    def _of_weighted_classes(self, counts: np.ndarray) -> float:
+        """The best constant prediction gives each class its share of all weights."""
+        masses = self.weights.values * counts  # [classes]
+        divisor = masses.sum() if self.weights.divides else counts.sum()
+        return masses.sum() / max(divisor, SMALLEST) * _entropy_of_frequencies(masses, 0.0)
 
     def _of_answers(self, moments: list[np.ndarray], estimates: bool) -> float:
         # No answer ends beyond the longest text.

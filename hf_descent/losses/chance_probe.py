@@ -1,6 +1,6 @@
 """Finds out on a batch which loss a task has, so that its value at chance is known.
 
-It is known for the (binary) cross-entropy that weighs all classes alike, and for the squared error.
+It is known for the (binary) cross-entropy, also with weights of classes, and for the squared error.
 """
 
 import math
@@ -15,7 +15,7 @@ from ..readout.labels import labels_of, names_of_labels
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model
 from .chance import FEW_CLASSES, FEW_LABELS, MANY_LABELS, ChanceLoss, unmeasurable
-from .loss_trial import check_cross_entropy
+from .class_weights import find_class_weights
 from .task import TaskLoss
 
 
@@ -93,11 +93,12 @@ def _of_classes(
     if task.smoother is not None:
         label_smoothing = task.smoother.epsilon
 
+    weights = None
     if not has_router_loss(outputs):
         scores, labels = task.predictions(outputs, inputs)
         if not is_multi_label and scores.shape[:-1] != labels.shape:
             raise _of_other_shape(labels, scores)
-        check_cross_entropy(task, inputs, outputs, is_multi_label, label_smoothing)
+        weights = find_class_weights(task, inputs, outputs, is_multi_label, label_smoothing)
 
     enough = FEW_LABELS
     if not is_multi_label and (inputs[name].dim() > 1 or logits.shape[-1] > FEW_CLASSES):
@@ -108,6 +109,7 @@ def _of_classes(
         "multi_label" if is_multi_label else "classes",
         label_smoothing,
         enough=enough,
+        weights=weights,
         rounding=_rounding(logits),
     )
 

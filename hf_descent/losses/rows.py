@@ -90,6 +90,12 @@ class RowLosses:
             label_smoothing=form.label_smoothing,
         ).view_as(labels)
         counted = labels.ne(IGNORE_INDEX).float()
+        if form.weights is not None:
+            weights = form.weights.of(labels)
+            losses = weights * losses
+            if form.weights.divides:
+                counted = weights
+
         if form.kind == "positions":  # the mean over both ends of an answer, which is one item
             return _added_up(losses / 2, counted[:, :1])
         if labels.dim() == 2 and inputs.get("position_ids") is not None:

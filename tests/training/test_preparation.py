@@ -181,16 +181,84 @@ def focal(outputs, labels, num_items_in_batch=None):
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-UNMEASURED = {
-    "a factor in the model": (lambda: Weighted(bert().config), classification_data, None),
-    "weights in the model": (lambda: WeightedByClass(bert().config), classification_data, None),
-    "weights in the model, one class in a batch": (lambda: WeightedByClass(bert().config), rare_rows, None),
-    "weights": (bert, classification_data, weighted),
-    "weights in a sum": (bert, classification_data, weighted_sum),
-    "a weight of one of ten": (lambda: bert(num_labels=10), classification_data, weighted_first),
-    "weights of tokens": (
-        lambda: BertForTokenClassification(bert().config), partial(rare_rows, shape=(10,)), weighted,
+def least_weighted_loss(labels, weights, divides):
+    """The least loss of a constant prediction, found by descent on its logits."""
+    logits = torch.zeros(len(weights), requires_grad=True)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200)
+
+    def loss():
+        losses = weights[labels] * F.cross_entropy(
+            logits.expand(len(labels), -1), labels, reduction="none"
+        )
+        return losses.sum() / (weights[labels].sum() if divides else len(labels))
+
+    def closure():
+        optimizer.zero_grad()
+        loss().backward()
+        return loss()
+
+    optimizer.step(closure)
+    return loss().item()
+
+
+WEIGHTED = {
+    "a factor in the model": (
+        lambda: Weighted(bert().config), classification_data, None, torch.full((3,), 50.0), False,
     ),
+    "in the model": (
+        lambda: WeightedByClass(bert().config), classification_data, None, WeightedByClass.weight, True,
+    ),
+    "a rare class": (
+        lambda: WeightedByClass(bert().config), rare_rows, None, WeightedByClass.weight, True,
+    ),
+    "mean": (bert, classification_data, weighted, WeightedByClass.weight, True),
+    "sum": (bert, classification_data, weighted_sum, WeightedByClass.weight, False),
+    "of ten": (
+        lambda: bert(num_labels=10), classification_data, weighted_first, 1 + torch.eye(10)[0], True,
+    ),
+    "tokens": (
+        lambda: BertForTokenClassification(bert().config), partial(rare_rows, shape=(10,)), weighted,
+        WeightedByClass.weight, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "loss", "weights", "divides"), WEIGHTED.values(), ids=WEIGHTED
+)
+def test_the_loss_at_chance_counts_the_weights_of_classes_and_rows_are_split_by_them(
+    tmp_path, model, data, loss, weights, divides
+):
+    rows = data(64)
+    labels = torch.cat([torch.as_tensor(row["labels"]).flatten() for row in rows])
+    trainer = trained(tmp_path, model(), rows, loss, max_steps=1)
+    expected = least_weighted_loss(labels, weights, divides)
+
+    assert trainer.problem.chance_loss == pytest.approx(expected, rel=2e-3)
+
+    profile = trainer.evaluate_layers(rows)
+
+    assert profile.chance == pytest.approx(expected, rel=2e-3)
+    assert profile.whole_batches == 0 and len(profile.row_sums) == 64
+
+    if len(labels) > 64:  # of tokens
+        return
+    batch = default_data_collator(rows)
+
+    with torch.no_grad():
+        logits = trainer.model.eval()(**{**batch, "labels": None}).logits
+
+    losses = weights[labels] * F.cross_entropy(logits, labels, reduction="none")
+    shares = losses / (weights[labels].sum() if divides else 64)
+    # Weights are known but for a factor where they divide.
+    found = torch.from_numpy(profile.row_sums[:, -2] / profile.row_sums[:, -1].sum()).float()
+    torch.testing.assert_close(found, shares, rtol=2e-3, atol=1e-5)
+
+    assert profile.losses[-1] == pytest.approx(shares.sum().item(), rel=2e-3)
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(shares.sum().item(), rel=2e-3)
+
+
+UNMEASURED = {
     "focal": (bert, classification_data, focal),
     "no square": (lambda: bert(num_labels=1), regression_rows, absolute),
     "no square far off": (lambda: bert(num_labels=1), small_numbers, huber),

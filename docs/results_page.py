@@ -724,6 +724,14 @@ def step_machines() -> str:
     return markdown(["step", "least", "median", "greatest", "measurements"], rows)
 
 
+def classifier_memory() -> str:
+    """The peak memory of a classifier's step, whose layers are read by replay."""
+    runs = json.loads((RESULTS / "classifier_memory.json").read_text())["runs"]
+    plain, ours = (np.median([run["peak"] for run in runs[name]]) for name in ("erm", "exact"))
+    cells = [f"{plain / 2**20:,.0f}", f"{ours / 2**20:,.0f}", f"{ours / plain:.3f}"]
+    return markdown(["plain, MB", "ours, MB", "ratio"], [cells])
+
+
 def operators() -> str:
     columns = {
         "step on all tokens": "step on all tokens",
@@ -1138,6 +1146,7 @@ TABLES = {
     "language model exits": language_model_exits,
     "exits of language models": exits_of_language_models,
     "steps": steps,
+    "classifier memory": classifier_memory,
     "operators": operators,
     "evaluations": evaluations,
     "compiled": compiled,

@@ -33,7 +33,7 @@ from ..evaluation import LayerProfile, layer_profiles, noise_curve
 from ..evaluation.intervals import check_confidence
 from ..evaluation.price import Reference
 from ..evaluation.scoring import Evaluation
-from ..evaluation.side_by_side import plain_profile
+from ..evaluation.side_by_side import plain_folder, plain_profile
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
 from ..readout.pooling import reads_one_token
@@ -64,7 +64,8 @@ class EvaluateArguments:
     )
     results_dir: str | None = HfArg(
         default=None,
-        help="Folder that gets a folder of the model's name for the results. Default: the model's own folder.",
+        help="Folder that gets a folder of the model's name for the results. Default: the model's own folder, "
+        "whose former results they replace.",
     )
 
     def __post_init__(self):
@@ -195,6 +196,10 @@ def run(name: str, args: EvaluateArguments, data_args: Any) -> None:
     print(f"{results}\n\nWritten to {folder}")
     if headline is not None:
         print(headline)
+        if "price unknown" in headline and os.path.isdir(plain_folder(name)):
+            # Trained by a script, or in other batches: its evaluation is of other data than this one.
+            purpose = "with the same flags measures plain training; repeat this command then for the price"
+            print(next_step(f"evaluate {plain_folder(name)}", purpose))
     print(next_step(f"card {folder}", "writes the model card"))
 
 

@@ -19,7 +19,7 @@ FLAGS = [
 ]
 
 
-def train_classifier(folder):
+def train_classifier(folder, *more):
     save_tiny_model(folder / "base")
     for name, count in (("train", 64), ("validation", 40), ("other", 40)):
         shift = 3 if name == "other" else 0
@@ -29,7 +29,7 @@ def train_classifier(folder):
         ]
         (folder / f"{name}.csv").write_text("\n".join(["text,label", *lines]))
     model = ["--model_name_or_path", str(folder / "base"), "--max_seq_length", "8"]
-    cli.main(["classify", *model, *FLAGS, *files_of(folder, "csv")])
+    cli.main(["classify", *model, *FLAGS, *files_of(folder, "csv"), *more])
     return "csv"
 
 
@@ -54,6 +54,22 @@ def files_of(folder, ending):
     names = ["--train_file", f"{folder}/train.{ending}"]
     names += ["--validation_file", f"{folder}/validation.{ending}"]
     return [*names, "--output_dir", str(folder / "run")]
+
+
+def test_the_price_is_known_again_when_both_runs_are_evaluated_alike(tmp_path, capsys):
+    """Batches of another size are other data, of which the command says what to do."""
+    train_classifier(tmp_path, "--with_plain", "--per_device_eval_batch_size", "8")
+    run = str(tmp_path / "run")
+    flags = ["--draws", "1", "--eval_gammas", "0", "--per_device_eval_batch_size", "16"]
+
+    cli.main(["evaluate", run, *flags])
+    printed = capsys.readouterr().out
+    assert "price unknown" in printed.splitlines()[-3]
+    assert f"Next: `hf-descent evaluate {run}/_plain` with the same flags" in printed
+
+    cli.main(["evaluate", f"{run}/_plain", *flags])
+    cli.main(["evaluate", run, *flags])
+    assert "price unknown" not in capsys.readouterr().out.splitlines()[-2]
 
 
 @pytest.mark.parametrize("train", [train_classifier, train_language_model])

@@ -160,7 +160,8 @@ class NoiseCurve(Result):
         if len(self.gammas) == 1:
             return text
 
-        text += f"\nArea under the curve {self.auc:.5g}; mean {self.metric} over the levels {self.auc_over_range:.5g}"
+        text += f"\nArea under the curve {self.auc:.5g}; "
+        text += f"{self.metric} averaged over the range {self.auc_over_range:.5g}"
         error = self.radius("auc_over_range")
         if np.isfinite(error):
             text += f" +- {error:.2g} (95 %)"

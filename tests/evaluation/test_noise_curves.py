@@ -66,7 +66,7 @@ def test_a_table_shows_no_interval_that_there_is_not():
     shown = str(curve([0.0, 1.0], [[0.9], [0.7]]))
     assert (
         "nan" not in shown
-        and shown.endswith("over the levels 0.8")
+        and shown.endswith("averaged over the range 0.8")
         and "Area" not in str(curve([0.5], [[0.9]]))
     )
     assert "accuracy_auc" not in curve([0.5], [[0.9]]).to_dict()

@@ -316,11 +316,15 @@ class DescentProblem:
 
         w_l adds up the multipliers of the constraints on l, and 1 for the last layer. Each descent or steps constraint
         that refers to l subtracts its factor times its multiplier (unless `detach`), so w_l can be negative. `level`
-        is as in `violations`.
+        is f_L, by which the factors of steps constraints are scaled; ValueError if they need it and it is not given.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
         if level is not None:
             level = _number(level)
+        elif not detach and (~self._arrays.is_fixed & self._arrays.follows).any():
+            raise ValueError(
+                "`level` is None, and the weights of steps constraints depend on it: give f_L."
+            )
         slopes = self._slopes(self._ratio(level), detach)
 
         objective = np.zeros(self.num_layers)

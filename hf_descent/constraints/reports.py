@@ -117,7 +117,8 @@ class DualReports:
 
     def report(self, ascent: DualAscent, advice_at_chance: str = "") -> dict[str, float]:
         """Log what the constraints asked and what training reached in the last tenth of the run, without the steps of
-        the warm-up. Returns the largest violation as a metric.
+        the warm-up; of an objective without multipliers only if every constraint is met. Returns the largest violation
+        as a metric.
 
         `advice_at_chance` is for constrained layers that stayed at chance though the last one has learned. These means
         are no certificate: the model, or the multipliers, were fitted to this data.

@@ -213,7 +213,8 @@ class DescentObjective:
         """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""
         objective = self._objective
         counts = [objective.count(batch).to(objective.dual.device) for batch in batches]
-        return objective.summed(sum(counts))
+        none = torch.zeros((), dtype=torch.int64, device=objective.dual.device)
+        return objective.summed(sum(counts, start=none))
 
     def step(self, skipped: bool = False) -> None:
         """Move the multipliers by the layer losses since the last call. Call it after the optimizer's step.

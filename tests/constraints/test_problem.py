@@ -83,6 +83,17 @@ def test_a_weight_can_be_negative_and_no_multiplier_means_the_last_loss_alone():
     assert problem.weights(torch.zeros(3)).tolist() == [0, 0, 1]
 
 
+def test_weights_of_steps_need_the_last_loss():
+    problem = DescentProblem("steps", 1.0, 3)
+    losses = torch.tensor([1.5, 1.2, 0.8], requires_grad=True)
+    multipliers = torch.tensor([0.1, 0.2, 0.3])
+    (gradient,) = torch.autograd.grad(problem.lagrangian(losses, multipliers), losses)
+    weights = problem.weights(multipliers, 0.8)
+    assert weights.tolist() == pytest.approx(gradient.tolist(), rel=1e-5)
+    with pytest.raises(ValueError, match="give f_L"):
+        problem.weights(multipliers)
+
+
 def test_feasibility_counts_constrained_layers_only():
     problem = DescentProblem(0.5, 1.0, 3, [1, 3])
     losses = torch.tensor([0.5, 9.0, 0.26])

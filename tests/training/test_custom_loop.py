@@ -92,6 +92,12 @@ def take_steps(model, steps, objective, optimizer):
         objective.step()
 
 
+def test_a_step_without_batches_has_no_items():
+    """As where another process still has some."""
+    _, _, objective, _ = prepared(next(iter(TASKS)))
+    assert torch.equal(objective.count([]), torch.tensor(0))
+
+
 def by_accelerate(task):
     """Its own way to accumulate, whose means of means are right where all micro-batches have the same items."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -305,7 +305,7 @@ class Task:
         return self.steps
 
 
-# The exits of the denoiser, but the easy one, are fixed on seed 100, by the rule in README.md; the others are not.
+# The hard exits of the denoiser are fixed on seed 100, by the rule in docs/results_exits.md; the others are not.
 TASKS = {
     "denoiser": Task(
         make=denoiser,

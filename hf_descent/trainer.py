@@ -1,11 +1,11 @@
 """`Trainer` with layerwise descent constraints: its hooks, each of which delegates.
 
 What happens in one optimizer step: `compute_loss` reads the layer losses of a micro-batch (`losses/layerwise.py`) and
-returns the objective, their weighted sum (`constraints/objectives.py`). After the optimizer's step the layer losses of
-all micro-batches and processes are added up (`training/objective.py`), and the multipliers take one step
-(`constraints/state.py`). What is found out before the first step, and what is counted and measured, is kept by
-`training/run.py`. Whether a run reads its layers in training, in evaluations or never is its `RunKind`
-(`training/run_kind.py`), and how the losses of micro-batches scale is said by `StepTotals` (`training/records.py`).
+returns the objective: their weighted sum, or f_L and a penalty (`constraints/objectives.py`). After the optimizer's
+step the layer losses of all micro-batches and processes are added up (`training/objective.py`), and the multipliers
+take one step (`constraints/state.py`). `training/run.py` keeps what is found out before the first step, and what is
+counted and measured. Whether a run reads its layers in training, in evaluations or never is its `RunKind`
+(`training/run_kind.py`). `StepTotals` (`training/records.py`) has the factors that scale the losses of micro-batches.
 Everything else is Trainer's.
 """
 
@@ -59,10 +59,11 @@ logger = logging.get_logger(__name__)
 class DescentMixin:
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
-    With `objective="erm"` and no noise, training is Trainer's own, with one exception. A loss that ignores
-    `num_items_in_batch` is averaged over the items of the whole step, also under gradient accumulation and with
-    several processes. `eval_loss` is a mean over batches, as in Trainer; with other objectives it is a mean over
-    items. If you state constraints, evaluations also measure the layers.
+    With `objective="erm"`, no `readout` function and no noise, training is Trainer's own, with one exception. A loss
+    that ignores `num_items_in_batch` is averaged over the items of the whole step, also under gradient accumulation
+    and with several processes. `eval_loss` is a mean over batches, as in Trainer. Where training reads the layers (any
+    other objective, or a `readout`), it is a mean over items. If you state constraints, evaluations also measure the
+    layers.
 
     Attributes:
         command (`dict`): what defines this training beside the trainer's arguments, in JSON values; kept in
@@ -180,7 +181,7 @@ class DescentMixin:
         epoch_iterator = self._inspect_first(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
 
-        # After the end of data without a length Trainer asks again, and gets none.
+        # Where data have no length, Trainer asks for one step more after the last batch. That step has no batches.
         if batches and trains_layers:
             self._run.read_last_layer(self)
 
@@ -242,7 +243,7 @@ class DescentMixin:
         is_mean = self._is_mean(inputs, num_items_in_batch)
         items = num_items_in_batch
         if is_mean:
-            items = None  # given them, Trainer multiplies any loss by the number of processes
+            items = None  # if Trainer saw the items, it would multiply this mean by the number of processes
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, items)
 
@@ -366,10 +367,11 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        """Evaluate as Trainer does. If you state constraints, the metrics also have the loss of each layer
-        (`eval_layer_loss_3`) and the numbers of the verdict. After training the verdict is logged, too.
+        """Evaluate as Trainer does. In every run but plain training without constraints, the metrics also have the
+        loss of each layer (`eval_layer_loss_3`). If there are constraints, they have the numbers of the verdict. After
+        training the verdict is logged, too.
 
-        With any other objective than "erm", `eval_loss` is the last layer's loss, averaged over items. For the verdict
+        If training reads the layers, `eval_loss` is the last layer's loss, averaged over items. For the verdict
         itself call [`evaluate_layers`].
         """
         # Trainer evaluates several sets by a call of this method for each, inside the call for all of them.
@@ -453,6 +455,8 @@ class DescentMixin:
             return
 
         dataset = run.evaluation.rows
+        # f_L before training and after the warm-up. A reading of these same rows is compared row by row (in pairs);
+        # any other (unpaired) by its mean.
         readings = self._last_layer_readings(dataset)
         if not run.references.has_read(dataset):
             dataset = self._prepared(dataset)
@@ -490,7 +494,7 @@ class DescentMixin:
         return reads_one_token(unwrapped(self.model), self._readout)
 
     def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
-        """The earlier losses of the last layer on an evaluation set in this process, by the time of measuring."""
+        """What this process has read of f_L on an evaluation set at earlier times, by the time."""
         return self._run.references.of_process(rows, self.args.process_index, self.args.world_size)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
@@ -549,8 +553,8 @@ class DescentMixin:
         if was_measured and counted.are_all:
             return prediction
 
-        # A batch with repeated rows is measured again, without them. So is a batch for which Seq2SeqTrainer has called
-        # the model by itself, to generate, and not by this class's loss.
+        # A batch with repeated rows is measured again, without them. So is a batch that was not measured: to generate,
+        # Seq2SeqTrainer calls the model itself, without this class's loss.
         self._run.take_back(before)
         self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
         if counted.are_none:  # the model ran only because other processes wait for it

@@ -62,7 +62,7 @@ class DualAscent:
                 acts = bool(self.multipliers.values.numpy().any())
             self.watch.observe(layer_losses[-1].item(), acts)
 
-    def end_warmup(self) -> None:
+    def keep_warmup_losses(self) -> None:
         """Keep the present averages as those of the warm-up."""
         self.warmup_losses = self.averages.means
 

@@ -5,14 +5,14 @@ to the loss f_L that the model has, so they even get easier when it gets worse. 
 
     E f_L <= (1 + delta) f_best,      delta = `max_last_layer_rise`,
 
-with f_best the lowest upper limit that a running mean of f_L has had so far (see "Noise"). Once the evidence that f_L
+with f_best the lowest upper confidence bound of a running mean of f_L so far (see "Noise"). Once the evidence that f_L
 is above the limit has become large, the multipliers shrink by the share rho = `Multipliers.SHRINKAGE` in each dual
 step, whatever the violations g, until no evidence is left.
 
 **Where training rests.** If the constraints can be met within the limit, the guard does nothing there. Otherwise
-f_L swings below its limit, and multipliers grow in some steps and shrink in the others. With plain ascent (step size
-eta), a share theta of the steps in which they shrink, and the mean pace p of growth in the others (see "Pace"), lambda
-stands still where
+f_L swings below its limit, and multipliers grow in some steps and shrink in the others. Let a
+multiplier lambda shrink in a share theta of the steps, and grow in the others, with the mean pace p (see "Pace"). With
+plain ascent of step size eta, it stands still where
 
     (1 - theta) p eta g = theta rho lambda,      that is,
 
@@ -40,9 +40,9 @@ at 24 they begin to shrink. If a rise of the loss ends by itself, as after a ste
 it has only held the multipliers where they are. Once they shrink, evidence is at most 12, and they shrink until it is
 back at 0.
 
-f_best is the lowest upper limit, `m + 2 se`, of a mean m over about the last half of the steps so far. In m the newest
-of t losses has the weight 4 / (t + 3), but at most the larger of 1/t and 1/10. Its window grows with the run, so that
-chance does not make f_best lower and lower.
+f_best is the lowest upper confidence bound, `m + 2 se`, of a mean m over about the last half of the steps so far. In m
+the newest of t losses has the weight 4 / (t + 3), but at most the larger of 1/t and 1/10. Its window grows with the
+run, so that chance does not make f_best lower and lower.
 
 **Rises of plain training.** In a step in which all multipliers are 0, the objective is f_L alone. The last step
 without evidence is the CUSUM test's estimate of where a rise began. If no multiplier acted in that step, the
@@ -101,7 +101,7 @@ class LastLayerGuard:
     """
 
     WINDOW = 10  # steps: the present mean gives the newest loss the weight 1/10
-    SLOW_SHARE = 4  # the slow mean gives the newest of t losses the weight 4/t
+    SLOW_SHARE = 4  # the slow mean gives the newest of t losses the weight 4 / (t + 3)
     FIRST_BEST = 20  # losses before which no best value is taken
     OF_BEST = 2.0  # standard errors that are added to the best value
     ENOUGH = 12.0  # evidence at which multipliers stand still

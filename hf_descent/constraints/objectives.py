@@ -10,8 +10,8 @@
 - `quadratic`: f_L + c/2 sum_l [g_l]_+^2.
 
 All but the last two are linear in f, with weights known before the forward pass. The penalties are not: evaluated per
-micro-batch, their average over an accumulated batch differs from their value on the whole batch, so 1x8 and 8x1 agree
-only approximately. `c` is `penalty_coefficient`.
+micro-batch, their average over an accumulated batch differs from their value on the whole batch, so one
+micro-batch of 8 examples and 8 of one example agree only approximately. `c` is `penalty_coefficient`.
 
 Each is a small class, found by its name with [`objective_class`].
 """
@@ -46,7 +46,7 @@ class Objective:
 
     name: ClassVar[str]
     is_plain: ClassVar[bool] = False  # whether it is f_L alone
-    is_constrained: ClassVar[bool] = True  # whether it asks something of each layer
+    is_constrained: ClassVar[bool] = True  # whether it needs a `DescentProblem`
     has_multipliers: ClassVar[bool] = False  # whether multipliers weigh the layer losses
     moves_multipliers: ClassVar[bool] = False
     takes_multipliers: ClassVar[bool] = False  # whether it takes them from `fixed_multipliers`
@@ -54,7 +54,7 @@ class Objective:
     takes_coefficient: ClassVar[bool] = False  # whether it depends on `penalty_coefficient`
 
     def trained_layers(self, dual: "DualState") -> set[int]:
-        """The layers (1-based) below the last whose losses it depends on at some step."""
+        """The layers (1-based) whose losses it depends on at some step. The last need not be among them."""
         return set() if dual.problem is None else set(dual.problem.layers)
 
     def skips(self, dual: "DualState", layer: int, step: int) -> bool:
@@ -77,11 +77,6 @@ class PlainTraining(Objective):
 
     def trained_layers(self, dual):
         return set()
-
-    def weights(self, dual, step):
-        weights = np.zeros(dual.num_layers)
-        weights[-1] = 1.0
-        return weights
 
 
 class FixedMultipliers(Objective):

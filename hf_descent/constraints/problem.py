@@ -6,7 +6,7 @@
 | kind | constraint | says |
 |---|---|---|
 | descent | f_l <= (1 - alpha_l) f_prev(l) | each layer lowers the loss (the paper's constraints) |
-| steps | f_l <= (f_L / f_0)^(s / n) f_prev(l) | the same; n layers together go the share s of the way to f_L |
+| steps | f_l <= (f_L / f_0)^(s / n) f_prev(l) | each of n constrained layers goes the share s / n of the way to f_L |
 | line | f_l <= (f_L / f_0)^(s l / L) f_0, for l < L | layer l has gone l / L of the share s of the way to f_L |
 | exit | f_k <= (1 + eps_k) f_L | a model that is cut after layer k loses at most eps_k |
 | bound | f_k <= b_k | the loss of layer k is at most b_k |
@@ -89,7 +89,7 @@ class Row(NamedTuple):
 
     @property
     def least_share(self) -> float:
-        """A margin multiplies what it asks for by a factor, which is at least this one."""
+        """The least factor by which a margin may multiply what it asks for: an exit never asks for less than f_L."""
         if self.kind == "exit":
             return 1 / self.factor
         if self.kind == "bound":
@@ -150,8 +150,8 @@ class DescentProblem:
             b_k > 0 by layer k, in units of the task loss.
 
     Attributes:
-        rows (`list[Row]`): the constraints.
-        num_rows (`int`): length of multipliers and violations.
+        rows (`list[Row]`): the constraints, each with its `index` in multipliers and violations.
+        num_rows (`int`): length of multipliers and violations; it counts the rows without a constraint, too.
         layers (`list[int]`): the layers that have a constraint, 1-based and increasing.
 
     ValueError names the argument, its value and the remedy if an argument is out of range. The methods raise it if

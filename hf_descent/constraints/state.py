@@ -190,8 +190,8 @@ class DualState:
             self.settled()
 
     def settled(self) -> DualAscent:
-        """The multipliers, the guard and the averages after all steps so far. Waits for the losses of the last
-        step."""
+        """The multipliers, the guard and the averages after all steps so far. If the dual step of the last one is
+        still due, waits for its losses and takes it."""
         if self._pending is not None:
             step = self._pending
             self._pending = None
@@ -216,7 +216,7 @@ class DualState:
             self._take_reading(step.held_out.numbers(), step.number)
 
         if step.number + 1 == self.active_from and self._has_learned():
-            self._ascent.end_warmup()
+            self._ascent.keep_warmup_losses()
 
     def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
         """Take in the losses `[L]` that move the multipliers. If one is not finite, nothing moves."""

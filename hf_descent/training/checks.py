@@ -30,9 +30,9 @@ def for_verdicts() -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(
-            "Evaluations of plain training read the layers where you state constraints (`descent_alpha`, "
+            f"{error} Evaluations of plain training read the layers if you state constraints (`descent_alpha`, "
             "`exit_targets`, `loss_targets`) or choose the best model by them (`metric_for_best_model`): leave these "
-            f"out, for the layers cannot be read. {error}"
+            "out if you do not need the layers."
         ) from error
 
 

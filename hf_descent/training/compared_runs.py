@@ -30,7 +30,7 @@ def earlier_last_layer(
     is_trained: bool,
     readout: Callable | None,
 ) -> list[Reference]:
-    """f_L at earlier times, for a verdict on `rows` that cannot be paired with the rows read at those times.
+    """f_L at earlier times, for a verdict on `rows` that cannot compare it row by row.
 
     It comes from this training. If this trainer has not trained the model (`is_trained`), it comes from the run that
     the model was loaded from, if that run read and scored the model as this trainer does; else it is empty.

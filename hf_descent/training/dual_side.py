@@ -60,7 +60,7 @@ def make_dual(
         start_step=0 if resumes_dual else trainer.state.global_step,
         chance=chance,
         device=trainer.args.device,
-        held_out=_rows_of_multipliers(trainer, dual_dataset),
+        held_out=_dual_examples(trainer, dual_dataset),
     )
 
     if resumes_dual:
@@ -129,7 +129,7 @@ def _rows_at_hand(trainer: Trainer):
     return getattr(loader, "dataset", None)
 
 
-def _rows_of_multipliers(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
+def _dual_examples(trainer: Trainer, dual_dataset) -> HeldOutRows | None:
     """The examples of `dual_dataset` in random order; `None` if the multipliers move by the training examples, or do
     not move."""
     args = trainer.args

@@ -39,7 +39,8 @@ class CountedRows:
     """The rows of an evaluation batch that count. Several processes fill up the last batch with repeats, which do not.
 
     Attributes:
-        number (`int`, *optional*): how many of the first rows count; `None` for all.
+        number (`int`, *optional*): how many of the first rows count. The others repeat earlier rows. `None`: all
+            count.
     """
 
     number: int | None = None

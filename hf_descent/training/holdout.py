@@ -93,7 +93,7 @@ class HeldOutRows:
         trainer = self._trainer
         model = trainer.model_wrapped
         batches = self._batches(model, turn)
-        # In float32, all that some devices have, sums lose digits.
+        # Sums in float32 lose digits, but MPS and others have no float64.
         device = trainer.args.device
         dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
         totals = torch.zeros(layers.num_layers + 1, dtype=dtype, device=device)

@@ -27,10 +27,11 @@ from .records import StepTotals
 
 
 class LayerObjective:
-    """What training minimises, and its dual step, where the `layers` and the `dual` side are known.
+    """Computes the objective of a micro-batch, and takes the dual step.
 
-    It keeps nothing of a step: the caller has the [`StepTotals`]. `rank` is the rank of this process among the
-    `processes` that train together.
+    It needs the `layers` and the `dual` side, so a trainer makes it on the first batch. It keeps nothing of a step,
+    for the caller has the [`StepTotals`]. `rank` is the rank of this process among the `processes` that train
+    together.
     """
 
     def __init__(self, layers: LayerLosses, dual: DualState, rank: int = 0, processes: int = 1):
@@ -74,8 +75,8 @@ class LayerObjective:
         totals = self.summed(sums)  # [layers + 1]
 
         if skipped:
-            # A skipped step still counts for the warm-up and for the turn of the held-out examples; zeros move
-            # nothing.
+            # A divisor of 0 says that the step has no losses. The step still counts for the warm-up, and in its turn
+            # the dual side still reads held-out examples, whose losses move the multipliers.
             totals = torch.zeros_like(totals)
 
         self.dual.take_step(totals, step.number, self.layers)

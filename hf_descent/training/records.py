@@ -32,7 +32,7 @@ def reduced(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StepTotals:
-    """The optimizer step that is being taken, in this process, and the only place that says how its losses scale.
+    """The optimizer step that is being taken, in this process: its items, and the factors that follow from them.
 
     Where the `items` of the step were counted, the loss of a micro-batch is a part: the parts of all micro-batches and
     processes add up to the mean over the items of the step. Otherwise it is the mean over the micro-batch's own items.
@@ -42,8 +42,8 @@ class StepTotals:
     # The items of the step, over micro-batches and processes, a scalar; `None` if they were not counted.
     items: torch.Tensor | None = None
     processes: int = 1  # whose gradients are averaged
-    # [layers + 1]: the sums of this process's f_1..f_L, then the sum of its shares. Over all processes the shares add
-    # up to 1 if `items` are known, else to the number of micro-batches with labels.
+    # [layers + 1]: the sums over this process's micro-batches of their parts of f_1..f_L, and of their shares. Over
+    # all processes the shares add up to 1 if `items` are known, else to the number of micro-batches with labels.
     sums: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # read so far

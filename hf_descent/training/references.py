@@ -1,7 +1,7 @@
 """The loss of the last layer before training and at the end of the warm-up, on the rows of evaluations.
 
-A verdict derives the price of the constraints from it. A reading runs the model on some rows of each evaluation set,
-few beside those that training reads: both readings cost at most about 4 % of a training of 2,048 rows and more.
+A verdict derives the price of the constraints from it. A reading runs the model on a few rows of each evaluation set.
+The two readings together cost at most about 4 % of a training on 2,048 rows or more.
 """
 
 import json

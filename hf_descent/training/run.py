@@ -43,7 +43,8 @@ class DescentRun:
         task ([`TaskLoss`], *optional*): found on the first batch, also of plain training that needs it.
         objective ([`LayerObjective`], *optional*): found on the first batch of a run that reads its layers.
         noise ([`EmbeddingNoise`], *optional*): the noise of training, with its scale.
-        plain_judge ([`DualState`], *optional*): the problem that judges a model which was not trained under it.
+        plain_judge ([`DualState`], *optional*): judges a model that was not trained under its problem; takes no
+            steps.
         plain_layers ([`LayerLosses`], *optional*): the layers that evaluations of plain training read.
         evaluation ([`Evaluation`]): the facts about the present call of `evaluate` or `predict`.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.

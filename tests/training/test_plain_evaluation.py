@@ -213,7 +213,7 @@ def test_layers_that_cannot_be_read_are_refused_before_the_first_step(tmp_path, 
     args = config(tmp_path, objective="erm", **STATED[asked])
     trainer = DescentTrainer(NoLayers(), args, train_dataset=DATA, eval_dataset={"a": DATA_TEST})
     for read in (trainer.train, trainer.evaluate):
-        with pytest.raises(ValueError, match="leave these out, for the layers cannot be read"):
+        with pytest.raises(ValueError, match=": leave these out if you do not need"):
             read()
     assert trainer.state.global_step == 0
 
@@ -221,7 +221,7 @@ def test_layers_that_cannot_be_read_are_refused_before_the_first_step(tmp_path, 
 @pytest.mark.parametrize("asked", STATED)
 def test_layers_beside_a_loss_of_ones_own_are_refused_at_once(tmp_path, asked):
     args = config(tmp_path, objective="erm", **STATED[asked])
-    with pytest.raises(ValueError, match="leave these out.*`Weighed.compute_loss` is a loss"):
+    with pytest.raises(ValueError, match="^.*`Weighed.compute_loss` is a loss.*leave these out"):
         Weighed(bert(), args, train_dataset=DATA, eval_dataset={"a": DATA_TEST})
 
 

@@ -107,12 +107,14 @@ class DescentCallback(TrainerCallback):
                 callback.early_stopping_patience_counter = -1
 
 
-def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
+def training_line(
+    logs: Mapping[str, Any], step: int, max_steps: int, has_multipliers: bool = True
+) -> str | None:
     """The console's line for a logging step of training; `None` for other logs.
 
     It has the last layer's loss f_L, the layer that is furthest behind, the largest violation that training acts on
-    (with the `target_margin` of targets), and the range of the multipliers. If all constraints are met, the layer is
-    the one nearest to what it is asked.
+    (with the `target_margin` of targets), and the range of the multipliers, if the objective `has_multipliers`. If all
+    constraints are met, the layer is the one nearest to what it is asked.
     """
     violations = _by_row("violation", logs)
     if "loss" not in logs or not violations:
@@ -132,9 +134,9 @@ def training_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | N
     parts.append(f"{which}: layer {layer}, {of} {_number(loss)} (asked {_number(asked)})")
 
     if "max_acting_violation" in logs:
-        multipliers = _by_row("multiplier", logs).values()
         parts.append(f"largest violation acted on {_number(logs['max_acting_violation'])}")
-        parts.append(_range_of("multiplier", multipliers))
+        if has_multipliers:
+            parts.append(_range_of("multiplier", _by_row("multiplier", logs).values()))
     if "learning_rate" in logs:
         parts.append(f"lr {_number(logs['learning_rate'])}")
     return " | ".join(parts)
@@ -174,7 +176,8 @@ class DescentProgressCallback(ProgressCallback):
     """A progress bar that writes [`training_line`] in place of all logged values."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        line = training_line(logs, state.global_step, state.max_steps)
+        has_multipliers = args.objective_class.has_multipliers
+        line = training_line(logs, state.global_step, state.max_steps, has_multipliers)
         if line is None:
             super().on_log(args, state, control, logs=_without_layers(logs), **kwargs)
         elif state.is_world_process_zero and self.training_bar is not None:
@@ -185,7 +188,8 @@ class DescentPrinterCallback(PrinterCallback):
     """Prints [`training_line`] in place of all logged values, where there is no progress bar."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        line = training_line(logs, state.global_step, state.max_steps)
+        has_multipliers = args.objective_class.has_multipliers
+        line = training_line(logs, state.global_step, state.max_steps, has_multipliers)
         if line is None:
             super().on_log(args, state, control, logs=_without_layers(logs), **kwargs)
         elif state.is_local_process_zero:

@@ -64,6 +64,13 @@ def test_the_console_shows_one_line_for_a_logging_step(tmp_path, capsys):
     assert f"acted on {logs[1]['max_acting_violation']:.3g}" in lines[1]
 
 
+def test_the_line_of_a_penalty_names_no_multipliers(tmp_path, capsys):
+    args = config(tmp_path, objective="hinge", max_steps=1, logging_steps=1, dual_warmup_steps=0)
+    trained(bert(), args, train_dataset=DATA)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert "acted on" in line and "multiplier" not in line
+
+
 @pytest.mark.parametrize(
     ("multipliers", "shown"),
     [([7.92], "multiplier 7.92"), ([0, 0], "all multipliers 0"), ([0, 7.92], "multipliers 0 to 7.92")],

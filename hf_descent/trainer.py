@@ -478,7 +478,7 @@ class DescentMixin:
 
         if certificate is None:
             return
-        certificate = run.keep_certificate(certificate, self.state.global_step)
+        run.keep_certificate(certificate, self.state.global_step)
         if self.is_world_process_zero() and not self.is_in_train:
             data = "evaluation" if prefix == "eval" else prefix
             trained_plainly = ""

@@ -110,8 +110,8 @@ class ReplayedLosses:
             key: what the random numbers of this micro-batch depend on, where tokens are sampled.
             keep_logits: whether the outputs must hold the model's own logits.
         """
-        # A loss that takes items is a sum divided by those of the whole step, and so a part of the step's. Any other
-        # is a mean of the micro-batch, which its share makes a part.
+        # A loss that takes items is a sum divided by `items`, and so scaled already. Any other is a mean of the
+        # micro-batch, which its share scales in the same way.
         divisor = None
         if self.task.takes_items:
             divisor = items.clamp(min=1)  # a sum over none is 0

@@ -48,7 +48,6 @@ class DescentRun:
         plain_layers ([`LayerLosses`], *optional*): the layers that evaluations of plain training read.
         evaluation ([`Evaluation`]): the facts about the present call of `evaluate` or `predict`.
         totals ([`EvaluationTotals`]): what the present evaluation has read so far.
-        certificate ([`Certificate`], *optional*): that of the last evaluation, on whatever set.
         step ([`StepTotals`]): the optimizer step that is being taken.
     """
 
@@ -71,7 +70,6 @@ class DescentRun:
 
         self.evaluation = Evaluation()
         self.totals = EvaluationTotals()
-        self.certificate: Certificate | None = None
         self.step = StepTotals()
 
     @property
@@ -224,12 +222,10 @@ class DescentRun:
         """Go back to the `totals` from before a batch."""
         self.totals = totals
 
-    def keep_certificate(self, certificate: Certificate, step: int) -> Certificate:
-        """Keep the certificate of the present evaluation; returns it."""
-        self.certificate = certificate
+    def keep_certificate(self, certificate: Certificate, step: int) -> None:
+        """Keep the certificate of the present evaluation, if that keeps a verdict."""
         if self.evaluation.keeps_verdict:
             self.record.keep_certificate(certificate, step)
-        return certificate
 
     def begin_search(self) -> None:
         """From now on, evaluations choose settings."""

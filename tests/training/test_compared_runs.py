@@ -50,7 +50,7 @@ def later(run, folder=None, loaded=None, **settings):
 
 def verdict_of_evaluate(trainer, *data):
     trainer.evaluate(*data)
-    return trainer._run.certificate
+    return trainer._run.record.certificate
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_evaluations_in_training_find_it_and_the_training_stays_the_same(
         weights[folder] = torch.cat(
             [value.flatten() for value in trainer.model.state_dict().values()]
         )
-        found = trainer._run.certificate.price.plain
+        found = trainer._run.record.certificate.price.plain
         assert (found is not None) == (folder == run[0])
     assert weights[run[0]].equal(weights[tmp_path])
     assert len(reads) == 1  # at the first of four evaluations, where there is a plain run

@@ -174,7 +174,7 @@ def run(tmp_path_factory):
 def plain_loss(trainer):
     """f_L of the plain run that both evaluations compare with."""
     trainer.evaluate()
-    loss = trainer._run.certificate.price.plain
+    loss = trainer._run.record.certificate.price.plain
     assert trainer.evaluate_layers().certificate().price.plain == pytest.approx(loss)
     return loss
 
@@ -230,7 +230,7 @@ def test_a_saved_run_is_no_reference_for_what_reads_or_scores_its_model_in_anoth
         trainer = make(run, model, **given)
         trainer.compute_loss_func = compute_loss_func
         trainer.evaluate()
-        return trainer._run.certificate.price
+        return trainer._run.record.certificate.price
 
     assert price().plain is not None and price().references
     assert price(**other).plain is None and not price(**other).references

@@ -427,32 +427,8 @@ def rivals() -> str:
                 ]
             )
             case = ["", ""]  # in the first of its rows alone
-        if kind == "minilm":
-            rows.append(cut_first_on_minilm(task))
     header = ["model", "asked", "training", "seeds that met it", "models", "compute"]
     return markdown([*header, "first exit", "second exit", "f_L"], rows)
-
-
-def cut_first_on_minilm(task: str) -> list[str]:
-    """MiniLM's exits by models that are cut first, from runs of other seeds: without a verdict, on the same rows."""
-    benchmark = script("runs_to_specification")
-    exits = benchmark.exits_of(task)
-    arms = best_runs("cut_first.jsonl", "minilm")
-    _, whole = at_best_rate(defaults_runs("minilm")["plain"])
-
-    losses = [mean([run["report"][-1] for run in arms[f"cut {layer}"]], 3) for layer in exits]
-    losses += [""] * (MOST_EXITS - len(losses))
-    compute = compute_of(task, "cut_first", [])
-    return [
-        "",
-        "",
-        ARMS["cut_first"],
-        "",
-        str(1 + len(exits)),
-        f"{compute:.1f}",
-        *losses,
-        mean([run["certify"][-1] for run in whole], 3),
-    ]
 
 
 def compute_of(task: str, arm: str, runs: list[dict]) -> float:
@@ -864,8 +840,8 @@ EVERY_ARM = (
 RIVALS = {
     "denoiser_one": ("ours", "ours_normalised", *EVERY_ARM[1:]),
     "denoiser_two": ("ours", "ours_one_more", *EVERY_ARM[1:]),
-    "minilm_one": ("ours", "fixed", "deep_supervision"),
-    "minilm_two": ("ours", "fixed"),
+    "minilm_one": ("ours", "fixed", "deep_supervision", "cut_first"),
+    "minilm_two": ("ours", "fixed", "cut_first"),
 }
 MOST_EXITS = 2  # of what is asked
 LIMITS = {"2 %": {}, "none": {"max_last_layer_rise": None}}  # on the rise of f_L: settings

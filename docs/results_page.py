@@ -334,23 +334,24 @@ def excess_of(run: dict, exits: dict) -> tuple:
     return run["broke"], max(ratios)
 
 
-def against_plain(task: str, last: list[float]) -> str:
-    """By how much f_L is above that of plain training at its best learning rate."""
-    rise = np.mean(last) / np.mean(last_losses_of_plain(task)) - 1
-    return f"{100 * rise:+.1f} %"
+def against_plain(task: str, runs: list[dict]) -> str:
+    """By how much f_L of the runs is above that of plain training at its best learning rate."""
+    last = [run["certify"][-1] for run in runs]
+    plain = last_losses_of_plain(task, [run["settings"]["seed"] for run in runs])
+    return f"{100 * (np.mean(last) / np.mean(plain) - 1):+.1f} %"
 
 
-def last_losses_of_plain(task: str) -> list[float]:
-    """f_L of plain training: with the seeds of the searches where it ran with all of them, else with others."""
+def last_losses_of_plain(task: str, seeds: list[int]) -> list[float]:
+    """f_L of plain training with these seeds; with others where it did not run with all seeds of the searches."""
     kind = task.split("_")[0]
-    seeds, _, _ = SPECIFICATIONS[task]
+    seeds_of_searches, _, _ = SPECIFICATIONS[task]
 
     whole = {}  # by seed: the whole model that stands beside those that were cut first
     for run in lines_of("runs_to_specification.jsonl"):
         settings = run["settings"]
         if settings["task"].startswith(f"{kind}_") and "cut_first" in settings:
             whole[settings["seed"]] = run["certify"][-1]
-    if whole.keys() >= set(seeds):
+    if whole.keys() >= set(seeds_of_searches):
         return [whole[seed] for seed in seeds]
 
     _, runs = at_best_rate(defaults_runs(kind)["plain"])
@@ -382,7 +383,7 @@ def specification() -> str:
                     str(sum(map(len, found))),
                     mean(last, 3),
                     deviation(last, 3),
-                    against_plain(task, last),
+                    against_plain(task, shown_runs),
                     *[*ratios, ""][:2],
                 ]
             )
@@ -454,7 +455,7 @@ def exits() -> str:
             met = [run for run in map(benchmark.found_by, found) if run]
             cells += [f"{len(met)} of {len(found)}", str(sum(map(len, found)))]
             if arm == "ours":
-                cells.append(against_plain(task, [run["certify"][-1] for run in met]))
+                cells.append(against_plain(task, met))
         rows.append([MODELS[task.split("_")[0]], asked_of(task), *cells])
     header = [
         "model", "asked", "constrained: seeds met", "runs", "price", "fixed weights: seeds met", "runs",

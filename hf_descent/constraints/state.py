@@ -268,6 +268,10 @@ class DualState:
             return
         if self.problem is None or not building.changes_problem(self.args):
             self._take_problem(saved)
+            if saved.num_rows != len(self._ascent.multipliers.values):
+                self._ascent = DualAscent(
+                    self.args, self.num_layers, saved.num_rows, steps_per_reading=1
+                )
         if self.problem.rows == saved.rows and "multipliers" in summary:
             self._ascent.take_over(summary["multipliers"], summary.get("warmup_layer_losses"))
 

@@ -87,6 +87,21 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
         assert (evaluating.problem.state_dict() == trainer.problem.state_dict()) == known
 
 
+def test_a_model_of_targets_alone_is_judged_by_them_in_a_trainer_with_default_arguments(tmp_path):
+    """The default has a multiplier for each layer, and a problem of targets one for each target."""
+    settings = {"descent_alpha": None, "exit_targets": {1: 0.1}, "max_steps": 4}
+    trainer = trained(tmp_path / "run", bert(), classification_data(8), **settings)
+    trainer.save_model()
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "run")
+
+    evaluating = make(tmp_path / "evaluation", model, classification_data(8))
+    assert "eval_layer_loss_2" in evaluating.evaluate()
+    assert evaluating.problem.state_dict() == trainer.problem.state_dict()
+    verdict = evaluating.evaluate_layers().certificate()
+    assert verdict.rows == ["exit_1"]
+    assert verdict.multipliers == trainer.evaluate_layers().certificate().multipliers
+
+
 def test_a_model_that_is_evaluated_is_held_against_the_rows_that_are_given_now(tmp_path):
     trainer = trained(
         tmp_path / "run", bert(), classification_data(8), max_steps=4, dual_warmup_steps=1

@@ -62,8 +62,8 @@ class DescentMixin:
     With `objective="erm"`, no `readout` function and no noise, training is Trainer's own, with one exception. A loss
     that ignores `num_items_in_batch` is averaged over the items of the whole step, also under gradient accumulation
     and with several processes. `eval_loss` is a mean over batches, as in Trainer. Where training reads the layers (any
-    other objective, or a `readout`), it is a mean over items. If you state constraints, evaluations also measure the
-    layers.
+    other objective, or a `readout` function), it is a mean over items. If you state constraints, evaluations also
+    measure the layers.
 
     Attributes:
         command (`dict`): what defines this training beside the trainer's arguments, in JSON values; kept in
@@ -239,7 +239,8 @@ class DescentMixin:
         return (self.args.process_index, self._run.totals.batches)
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """Trainer's own loss. It is scaled here if it stays a mean over the micro-batch whatever items it is given."""
+        """Trainer's own loss. In training, a loss that ignores `num_items_in_batch` is the mean of its micro-batch.
+        Here it is weighted by the micro-batch's items."""
         is_mean = self._is_mean(inputs, num_items_in_batch)
         items = num_items_in_batch
         if is_mean:
@@ -329,7 +330,8 @@ class DescentMixin:
 
         if self._scales_losses:
             return True
-        # Trainer counts the labels, and for that has to know whether they are shifted.
+        # Trainer counts the labels for a model that takes their number, and for a loss of its own. For that it has to
+        # know whether labels are shifted, which `_inspect` tells it.
         if self.model_accepts_loss_kwargs:
             return True
         return preparation.loss_of_its_own(self) is not None
@@ -455,8 +457,9 @@ class DescentMixin:
             return
 
         dataset = run.evaluation.rows
-        # f_L before training and after the warm-up. A reading of these same rows is compared row by row (in pairs);
-        # any other (unpaired) by its mean.
+        # Training reads f_L on its evaluation sets, at its start and at the end of the warm-up. If it has read these
+        # rows, the verdict compares f_L row by row (`readings`), else only the means (`unpaired`). A data set that it
+        # has not read is recognised by its content, for which a subclass may have to tokenise it.
         readings = self._last_layer_readings(dataset)
         if not run.references.has_read(dataset):
             dataset = self._prepared(dataset)
@@ -737,7 +740,7 @@ class DescentMixin:
         self._save_run(output_dir)
 
     def _save_run(self, output_dir) -> None:
-        """Save this run into a checkpoint, in which all files are there but the trainer state."""
+        """Save this run into a checkpoint. All its other files are written by now, except for the trainer state."""
         dual = self._run.dual
         if dual is not None:
             checkpoints.check_agreement(self.accelerator, dual.multipliers.values)

@@ -53,7 +53,8 @@ class LossAverages:
         mean = self.last_loss
         if mean is None:
             return False
-        # The effective sample size, sum(w)^2 / sum(w^2), of decaying weights w; 5 fewer count below, to be careful.
+        # About the effective sample size sum(w)^2 / sum(w^2) of the decaying weights w: "2" stands for 1 + decay. The
+        # error below takes 5 off it, as a margin.
         readings = 2 / (1 - AVERAGE_DECAY) * self.weight / (2 - self.weight)
         readings /= self._steps_per_reading
         if readings <= 5:

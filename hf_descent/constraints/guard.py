@@ -10,21 +10,23 @@ is above the limit has become large, the multipliers shrink by the share rho = `
 step, whatever the violations g, until no evidence is left.
 
 **Where training rests.** If the constraints can be met within the limit, the guard does nothing there. Otherwise
-f_L swings below its limit, and multipliers grow in some steps and shrink in the others. Let a
-multiplier lambda shrink in a share theta of the steps, and grow in the others, with the mean pace p (see "Pace"). With
-plain ascent of step size eta, it stands still where
+f_L swings below its limit, and multipliers grow in some steps and shrink in the others. Let a multiplier lambda shrink
+in a share theta of the steps. In the others it grows, and p is the mean share of its change that the guard lets
+through then ("Noise" and "Pace" say what sets it). With plain ascent of step size eta, it stands still where
 
     (1 - theta) p eta g = theta rho lambda,      that is,
 
     lambda = [g]_+ / c,      c = (rho / (p eta)) theta / (1 - theta).
 
 This is the point of rest of resilience with the coefficient c (see `multipliers.py`), except that nobody has to choose
-c: the guard finds one at which f_L keeps to its limit. In a convex problem the same point solves
+c: the guard finds one at which f_L keeps to its limit. In a convex problem, of all models with the f_L at rest,
+training finds the one that violates the constraints least. For at rest the gradient of f_L + sum of lambda g is zero.
+Multiplied by c, this is the condition for a solution of
 
     minimise   1/2 sum of [g]_+^2      subject to   f_L <= its value at rest,
 
-whose multiplier is c: of all models with that f_L, training finds the one that violates the constraints least. Since
-growth backs off after each rise (see "Pace"), f_L at rest lies a part of the way from f_best to its limit.
+in which c is the multiplier of the limit on f_L. Since growth backs off after each rise (see "Pace"), f_L at rest lies
+a part of the way from f_best to its limit.
 
 **Noise.** A single batch says little about f_L, so the guard adds up evidence over steps (a CUSUM test). With s the
 standard deviation of a batch's f_L,

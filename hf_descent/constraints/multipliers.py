@@ -44,8 +44,8 @@ class Multipliers:
     """Multipliers lambda `[rows]` (and slacks u `[rows]`) with their optimizer state, in float32 on the CPU.
 
     Args:
-        num_layers (`int`): number of multipliers: the `num_rows` of a [`DescentProblem`], which is L if it has no
-            targets.
+        num_layers (`int`): number of multipliers. Give the `num_rows` of a [`DescentProblem`]: it is the number of
+            layers only if the problem has no targets.
         learning_rate (`float`): dual step size eta > 0.
         optim (`str`): "adam", "pi" or "sgd" (plain projected ascent).
         resilience (`float`): coefficient c >= 0; 0 keeps the constraints hard.

@@ -89,7 +89,8 @@ class Row(NamedTuple):
 
     @property
     def least_share(self) -> float:
-        """The least factor by which a margin may multiply what it asks for: an exit never asks for less than f_L."""
+        """The least factor by which a margin may multiply the loss that is asked for. By that of an exit, it becomes
+        f_L. 1 means that no margin applies."""
         if self.kind == "exit":
             return 1 / self.factor
         if self.kind == "bound":
@@ -109,8 +110,8 @@ class _Constants:
     is_target: Any
     is_fixed: Any
     follows: Any  # whether it depends on f_L, as line and steps do
-    # [rows], the place of each row's constraint in values of which there is one per constraint. A row without a
-    # constraint has the place after them, where `_over_rows` appends `nothing`.
+    # [rows], for each row the index of its constraint in `DescentProblem.rows`. A row without a constraint has the
+    # length of that list, where `_over_rows` appends `nothing`.
     row: Any
     ends: Any  # [2], f_0 and 1
     nothing: Any  # [1], 0

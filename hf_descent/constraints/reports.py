@@ -71,7 +71,12 @@ class DualReports:
     # ---- scalars ----
 
     def logs(self, ascent: DualAscent, step: int) -> dict[str, float]:
-        """Scalars of the steps since the last call, per layer and constraint; empty if there was no usable step."""
+        """Scalars per layer and constraint, by name; empty if no step since the last call was usable.
+
+        Layer losses are means over the steps since the last call. Multipliers are the present ones, and weights those
+        of `step`, the step to come. Violations are those of the layer losses, or with held-out examples those of the
+        running means of their losses.
+        """
         logged = self._logged.copy()
         self._logged.fill(0)
         self._warn_of_faults()
@@ -117,8 +122,10 @@ class DualReports:
 
     def report(self, ascent: DualAscent, advice_at_chance: str = "") -> dict[str, float]:
         """Log what the constraints asked and what training reached in the last tenth of the run, without the steps of
-        the warm-up; of an objective without multipliers only if every constraint is met. Returns the largest violation
-        as a metric.
+        the warm-up. Returns the largest violation as a metric.
+
+        For an objective that does not move multipliers it reports only a success: every constraint is met, and f_L is
+        clearly below chance.
 
         `advice_at_chance` is for constrained layers that stayed at chance though the last one has learned. These means
         are no certificate: the model, or the multipliers, were fitted to this data.
@@ -224,7 +231,7 @@ class DualReports:
         )
 
     def _warn_of_faults(self) -> None:
-        """Log once a layer whose loss was not finite."""
+        """Log once a layer whose training loss was not finite."""
         if self._is_faulty.any() and self.is_first("nonfinite"):
             layer = self._is_faulty.argmax() + 1
             logger.error(

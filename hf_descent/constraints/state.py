@@ -177,8 +177,9 @@ class DualState:
         """Finish an optimizer step: log its layer losses, and take the dual step.
 
         The dual step is on these losses, or every `DUAL_EVERY` steps on those of held-out examples, which `layers`
-        reads. `sums` `[L + 1]` has the sums of the layer losses, and then the number to divide them by. The step does
-        not count if this number is 0 or a loss is not finite.
+        reads. `sums` `[L + 1]` has the sums of the layer losses, and then the number to divide them by. If this number
+        is 0 or a loss is not finite, these losses move nothing. Held-out examples are read all the same, and their
+        losses move the multipliers.
         """
         self.settled()
         held_out = None
@@ -278,7 +279,7 @@ class DualState:
     # ---- reports ----
 
     def logs(self, step: int) -> dict[str, float]:
-        """Scalars of the steps since the last call, per layer and constraint; empty if there was no usable step."""
+        """Scalars per layer and constraint; see [`DualReports.logs`]."""
         return self._reports.logs(self.settled(), step)
 
     def report(self, advice_at_chance: str = "") -> dict[str, float]:

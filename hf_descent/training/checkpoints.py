@@ -228,8 +228,8 @@ def fault_of(checkpoint: str) -> str | None:
 
 
 def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint's `files`, converted as `from_pretrained` does, but for this model with what was
-    changed in it by hand. ValueError if they are the weights of another model."""
+    """The weights in a checkpoint's `files` under the names of this model, which may have been changed by hand since
+    it was loaded. They are converted as `from_pretrained` does. ValueError if they are those of another model."""
     saved = {}
     for file in files:
         for name, weight in load_file(file).items():

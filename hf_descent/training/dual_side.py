@@ -73,8 +73,8 @@ def make_dual(
 
 
 def _saved_problem(trainer: Trainer, checkpoint: str | None) -> Mapping[str, Any]:
-    """The problem that is saved in the checkpoint of a training, or in the folder that an evaluated model was loaded
-    from; empty if there is none."""
+    """The arguments of the problem in a checkpoint. If a model is only evaluated, the whole `descent_config.json` of
+    the folder that it was loaded from, which holds the multipliers, too. Empty if there is none."""
     if has_state(checkpoint):
         _, settings = read_state(checkpoint)
         if settings["problem"] is not None:

@@ -104,8 +104,9 @@ class DescentObjective:
         batches (iterable of dicts with labels): for example the training `DataLoader`, before Accelerate prepares it,
             in random order. The layers are found on the first batch, and the f_0 of "auto" on the first 2,000 labels
             (100,000 if each token has one). For a denoiser whose noise is not in the batches set `initial_loss_bound`.
-        args (`DescentArguments` or [`DescentConfig`]): all apply but `noise_gamma`: for noise call inside
-            [`EmbeddingNoise`].
+        args (`DescentArguments` or [`DescentConfig`]): all apply but two. For noise leave `noise_gamma` 0, and call
+            inside [`EmbeddingNoise`]. With `resilience_form="slack"` set `slack_restart=False`, and call
+            `multipliers.restart_slacks()` after every epoch.
         max_steps (`int`): optimizer steps of the run, of which the warm-up is a part.
         readout, layer_loss_fn (*optional*): as in [`DescentTrainer`].
         seed (`int`): seed of the draw of tokens, see `readout_token_fraction`.
@@ -198,8 +199,9 @@ class DescentObjective:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
 
         With `items`, which `count` gives, the objectives of the micro-batches add up to the objective of the step: do
-        not divide them (Accelerate divides by its accumulation steps). Without `items` each is a mean: divide by the
-        accumulation steps. Either way average the gradients over processes, as DDP does.
+        not divide them. Without `items` each is a mean: divide it by the accumulation steps. `accelerator.backward`
+        divides by the accumulation steps of the `Accelerator`: with `items` leave these at 1, and accumulate in your
+        own loop. Either way average the gradients over processes, as DDP does.
         """
         if not self._objective.layers.readout.fits(unwrapped(model)):
             raise ValueError(
@@ -227,7 +229,8 @@ class DescentObjective:
         self._begin(self._step.number + 1)
 
     def logs(self) -> dict[str, float]:
-        """Layer losses, violations, multipliers and weights of the steps since the last call, by name."""
+        """The mean layer losses of the steps since the last call, their violations, and the multipliers and weights as
+        they are now, by name. Empty if no step since then was usable."""
         return self._objective.dual.logs(self._step.number)
 
     def state_dict(self) -> dict[str, Any]:

@@ -53,9 +53,9 @@ def origin_of(
 ) -> Origin:
     """What the training starts from: the present model, or with a `checkpoint` what that training had started from.
 
-    A value is `None` if it is not known: the rows with `reads_rows=False`, and after a checkpoint the rows, the
-    readout or the loss if they have changed. Data that cannot be compared, such as a stream, are taken for those of
-    the checkpoint. Empty if the checkpoint is of an earlier version.
+    A value is `None` if it is not known: the rows with `reads_rows=False`, and after a checkpoint the trained
+    parameters, the rows, the readout or the loss if they have changed. Data that cannot be compared, such as a stream,
+    are taken for those of the checkpoint. Empty if the checkpoint is of an earlier version.
     """
     model = unwrapped(trainer.model)
     present = {

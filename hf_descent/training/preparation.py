@@ -62,7 +62,7 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
 
 
 def _has_counting_label(labels: torch.Tensor) -> bool:
-    """Whether labels contain a number, or a class that is not ignored. The first token's label is left out, since
+    """Whether labels are real numbers, or hold a class that is not ignored. The first token's label is left out, since
     causal models shift it away."""
     if labels.dim() > 1:
         labels = labels[..., 1:]

@@ -87,7 +87,8 @@ def items_of_step(
     if task is None:
         return None
     if len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items:
-        # The micro-batch's own count is enough; `_prepare_inputs` may still mask labels.
+        # The loss is the mean of this one micro-batch. Its items are counted later, after `_prepare_inputs`, which may
+        # still mask labels.
         return None
 
     counts = [task.count(batch) for batch in batches]

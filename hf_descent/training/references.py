@@ -1,7 +1,7 @@
 """The loss of the last layer before training and at the end of the warm-up, on the rows of evaluations.
 
 A verdict derives the price of the constraints from it. A reading runs the model on a few rows of each evaluation set.
-The two readings together cost at most about 4 % of a training on 2,048 rows or more.
+For each evaluation set, the two readings together cost at most about 4 % of a training on 2,048 rows or more.
 """
 
 import json
@@ -69,7 +69,7 @@ class ReadSet:
     @property
     def losses(self) -> np.ndarray:
         """The loss of each row, summed over its items, and their number: float64 `[rows, 2]`. Rows without items are
-        zero, and so is the first one."""
+        zero. A zero row comes first, so that there is a row even if nothing was read."""
         parts = [part for reading in self.readings for part in reading.values()]
         return torch.cat([torch.zeros(1, 2), *parts]).double().numpy()
 

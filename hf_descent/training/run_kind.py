@@ -15,7 +15,7 @@ class RunKind(Enum):
     PLAIN: plain training. Losses and evaluations are Trainer's own.
     JUDGED: plain training. Evaluations read the layers beside Trainer's own numbers, because constraints were stated,
         or the best model is chosen by its layers.
-    LAYERED: training and evaluations read the layers, because of the objective or a `readout`.
+    LAYERED: training and evaluations read the layers, because of the objective or a `readout` function.
     """
 
     PLAIN = auto()

@@ -61,6 +61,8 @@ class DualReports:
     def add_reading(self, layer_losses: np.ndarray) -> None:
         """Take in losses `[L]` that moved the multipliers, or would have done so if they were finite."""
         self.closing.add(layer_losses)
+        if self._dual.held_out is not None:
+            self._is_faulty |= ~np.isfinite(layer_losses)
 
     def is_first(self, subject: str) -> bool:
         """Whether nothing has been logged about `subject` yet; from then on it counts as logged."""
@@ -231,11 +233,11 @@ class DualReports:
         )
 
     def _warn_of_faults(self) -> None:
-        """Log once a layer whose training loss was not finite."""
+        """Log once a layer whose loss was not finite, in training or on the examples that move the multipliers."""
         if self._is_faulty.any() and self.is_first("nonfinite"):
             layer = self._is_faulty.argmax() + 1
             logger.error(
-                f"The loss of layer {layer} was not finite; such steps do not move the multipliers."
+                f"The loss of layer {layer} was not finite; such losses do not move the multipliers."
             )
 
 

@@ -262,6 +262,20 @@ def test_the_advice_is_about_layers_at_chance_before_it_is_about_targets(tmp_pat
     assert "Constrained layers are at chance. Ask for less" in caplog.records[-1].message
 
 
+def test_held_out_losses_that_are_not_finite_are_said_to_move_nothing(tmp_path, caplog):
+    class Rows:
+        def layer_losses(self, layers, turn):
+            return torch.tensor([1.0, math.nan, 0.5])
+
+    args = config(tmp_path, descent_alpha=None, loss_targets={2: 0.1}, dual_warmup_steps=0)
+    state = DualState(args, 3, 100, 0, held_out=Rows())
+    for step in range(9):
+        dual_step(state, torch.tensor([1.0, 0.9, 0.5]), step)
+    state.logs(9)
+    assert "The loss of layer 2 was not finite; such losses do not move" in caplog.text
+    assert not state.multipliers.values.any()
+
+
 def test_a_run_whose_constraints_never_act_has_no_closing_report(tmp_path, caplog):
     state = DualState(config(tmp_path, dual_warmup_steps=50), 3, 20, 0)
     for step in range(20):

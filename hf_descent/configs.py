@@ -124,8 +124,8 @@ class DescentArguments:
         violations). Under gradient accumulation penalties are evaluated per micro-batch.
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
         What each layer must do. A number alpha in (0, 1), or a list with one for each layer, is the paper's form: f_l
-        must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below an even descent, on
-        a log scale, from f_0 to the present f_L. "steps": the paper's form, with the step sizes of that descent.
+        must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below
+        the share `descent_strength` of an even descent, on a log scale, from f_0 to the present f_L. "steps": the paper's form, with the step sizes of that descent.
         "auto" is "line". Default: "line"; nothing if you give targets.
     exit_targets (`dict[int, float]`, *optional*):
         Maps a layer below the last to the share, 0 to 1, by which its loss may be above f_L. {3: 0.05} asks for
@@ -200,8 +200,8 @@ class DescentArguments:
 
     readout_token_fraction (`float`, *optional*):
         Share of the labelled tokens, in (0, 1], on which the lower layers of a language model are read. Default: 1/10
-        for a vocabulary of 8192 or more, else 1. The last layer is read on all tokens. In training, each layer is
-        read on other tokens, except that a layer and the one it is compared with share theirs. Layers without weight
+        for a vocabulary of 8192 or more, else 1. The last layer is read on all tokens. In training, every layer
+        draws tokens of its own; only a layer and the one it is compared with use the same. Layers without weight
         are read on a quarter as many. In evaluations of `eval_strategy` all layers are read on the same tokens. The
         losses are unbiased; the penalties "hinge" and "quadratic" come out too high.
 

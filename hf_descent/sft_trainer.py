@@ -31,7 +31,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     With `objective="erm"` and no noise it trains as [`~trl.SFTTrainer`] does, bit for bit. With another objective, or
     with noise, the logged `loss` is the token loss of the last layer, and TRL's `mean_token_accuracy` and `entropy`
-    are measured on the last layer. If you state constraints, `evaluate` adds the loss of every layer.
+    are measured on the last layer. `evaluate` then adds the loss of every layer, as it does if you state
+    constraints.
 
     It takes the arguments of [`~trl.SFTTrainer`], and `readout`, `layer_loss_fn` and `dual_dataset` as
     [`DescentTrainer`] does. Plain `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].

@@ -70,8 +70,8 @@ class ConfidenceExit:
     """Run a classifier so that each sample stops at the first layer that is sure of it.
 
     A layer is sure if its uncertainty is below `threshold`. Uncertainty is the entropy of the class probabilities
-    divided by the logarithm of the number of classes, from 0 to 1. Later layers run only on the rest of the batch. In
-    return, embeddings, norm and head run once per layer, and an accelerator synchronizes after each layer.
+    divided by the logarithm of the number of classes, from 0 to 1. Later layers run only on the rest of the batch. The
+    cost: embeddings, norm and head run once per layer, and an accelerator synchronizes after each layer.
 
     Args:
         model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; it runs in eval mode.

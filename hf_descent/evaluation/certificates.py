@@ -53,12 +53,12 @@ class Certificate(Result):
             interval; NaN if there is none.
         verdicts (`list[str]`): "met" if this interval lies below 0, and the intervals of the layer's loss and of f_L
             show that neither is at chance. "not met" if this interval lies above 0, or the layer is shown to be at
-            chance. Else "not shown".
+            chance; all of them if f_L is shown to have risen by more than is allowed. Else "not shown".
         feasible (`bool`): whether every constraint is met. It is as sure as each of them (an intersection-union test).
         has_learned (`bool`): whether the constrained layers and the last are shown not to be at chance.
         max_violation (`float`): the largest violation, in units of the loss.
-        shortfall (`float`): how much of the way from chance down to what is asked the worst layer may still miss, as a
-            share, by the upper end of its interval; 0 if every constraint is within its tolerance.
+        shortfall (`float`): the part of the way from chance down to what is asked that the worst layer may still have
+            to go, by the upper end of its interval; 0 if every constraint is within its tolerance.
         descent_share (`float`, *optional*): see [`DescentProblem.descent_share`].
         largest_rise (`float`, *optional*): the largest rise of the loss from a layer to the next, as a share.
         gamma (`float`): noise level of the input.

@@ -125,8 +125,9 @@ class DescentArguments:
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
         What each layer must do. A number alpha in (0, 1), or a list with one for each layer, is the paper's form: f_l
         must be at most (1 - alpha) times the loss of the layer before. "line": f_l must lie below
-        the share `descent_strength` of an even descent, on a log scale, from f_0 to the present f_L. "steps": the paper's form, with the step sizes of that descent.
-        "auto" is "line". Default: "line"; nothing if you give targets.
+        the share `descent_strength` of an even descent, on a log scale, from f_0 to the present f_L. "steps": the
+        paper's form, with the step sizes of that descent. "auto" is "line". Default: "line"; nothing if you give
+        targets.
     exit_targets (`dict[int, float]`, *optional*):
         Maps a layer below the last to the share, 0 to 1, by which its loss may be above f_L. {3: 0.05} asks for
         f_3 <= 1.05 f_L. In a shell put it in quotes.

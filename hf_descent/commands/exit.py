@@ -60,9 +60,9 @@ class ExitArguments(HeldOutArguments):
     exit_head: Literal["layers", "norm", "affine", "block"] = HfArg(
         default="layers",
         help=(
-            "With `heal`: what to train. layers: those after the first one left out. The others: stop after the first "
-            "`fewest_layers` layers, without a search, and train this alone between them and the head; a block is one "
-            "more layer."
+            "With `heal`: what to train. layers: those after the first one left out. The others: no search; keep the "
+            "first `fewest_layers` layers, and train only this, put between them and the head. A block is one more "
+            "layer."
         ),
     )
     heal_steps: int = HfArg(default=200, help="With `heal`: steps of 8 training examples.")

@@ -185,18 +185,16 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             del values[before.get(name, 0) : -1]
         return prediction
 
-    def _held_out(self, dataset):
-        """Of a data set the batches that `evaluate` takes, for [`noise_curve`] and [`layer_profile`]."""
-        dataset = super()._held_out(dataset)
-        if not isinstance(dataset, Dataset | IterableDataset):
-            return dataset
+    def _in_batches(self, rows):
+        if not isinstance(rows, Dataset | IterableDataset):
+            return rows
         # With TRL's columns, which hold the lengths of packed documents.
         collate = self._get_collator_with_removed_columns(self.data_collator)
 
-        def prepared(rows):
-            return self._prepare_inputs(collate(rows))
+        def prepared(batch):
+            return self._prepare_inputs(collate(batch))
 
-        return DataLoader(dataset, self.args.eval_batch_size, collate_fn=prepared)
+        return DataLoader(rows, self.args.eval_batch_size, collate_fn=prepared)
 
     def _prepared(self, rows):
         if self._skip_prepare_dataset or not isinstance(rows, Dataset | IterableDataset):

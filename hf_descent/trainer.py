@@ -615,8 +615,8 @@ class DescentMixin:
             settings["readings"] = self._last_layer_readings(known_rows)
         settings.update(kwargs)
 
-        dataset = self._prepared(evaluation.chosen_dataset(self.eval_dataset, eval_dataset))
-        rows = self._held_out(dataset)
+        dataset = self._evaluated_rows(eval_dataset)
+        rows = self._in_batches(dataset)
         profile = layer_profile(model, rows, **settings)
 
         if not has_noise:  # as they were read
@@ -651,7 +651,16 @@ class DescentMixin:
             profile.keep_plain(plain)
 
     def _held_out(self, dataset):
+        """What [`noise_curve`] and [`layer_profile`] take for the data that `evaluate(dataset)` reads."""
+        return self._in_batches(self._evaluated_rows(dataset))
+
+    def _evaluated_rows(self, dataset):
+        """The examples that `evaluate(dataset)` reads."""
         return self._prepared(evaluation.chosen_dataset(self.eval_dataset, dataset))
+
+    def _in_batches(self, rows):
+        """Prepared examples as the batches that `evaluate` takes, or as they are if any batches will do."""
+        return rows
 
     def _prepared(self, rows):
         """A data set as evaluations read it; a subclass may have to tokenise it. The trainer's own sets are

@@ -63,6 +63,10 @@ OURS = {
 }
 MOST = 0.5  # of the dual rate and the margin, which a search of "ours" doubles
 RISE_TO = 20.0  # about where the multipliers of "ours" end on the denoiser
+SCHEDULES = {  # of weights that training sets step by step
+    "sorted": {"normalize_weights": True, "in_turn": True},
+    "rising": {"rise_to": RISE_TO},
+}
 GROWTH = 10.0  # of a coefficient whose row is missed
 SMOKE_STEPS = 4
 # A learning rate; of models that are cut first all those from which each takes its best one.
@@ -74,22 +78,13 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
     `train`."""
     if arm in CUT_FIRST:
         return {"objective": "erm", "cut_first": CUT_FIRST[arm]}
-    if arm == "sorted":
+    if arm in SCHEDULES:
         return {
             "objective": "fixed",
             "exit_targets": exits,
             "fixed_multipliers": [0.0] * len(exits),
             "dual_warmup_steps": 0.0,
-            "normalize_weights": True,
-            "in_turn": True,
-        }
-    if arm == "rising":
-        return {
-            "objective": "fixed",
-            "exit_targets": exits,
-            "fixed_multipliers": [0.0] * len(exits),
-            "dual_warmup_steps": 0.0,
-            "rise_to": RISE_TO,
+            **SCHEDULES[arm],
         }
     if arm in WITHOUT_COEFFICIENTS:
         return {"objective": OBJECTIVES.get(arm, arm)}

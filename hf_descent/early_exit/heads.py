@@ -55,11 +55,10 @@ def layers_of_exit(layers: Sequence[int], num_layers: int, exit_head: str | None
 def prepare_exit_head(
     model: PreTrainedModel, stack: LayerStack, inputs: Mapping[str, Any], exit_head: str
 ) -> list[TrainerCallback]:
-    """Freeze all of `model` but its norm behind the layers, or an affine map, which is put in front of its head.
+    """Let the norm behind the layers of `model` be trained, or an affine map, which is put in front of its head.
 
     Returns the callbacks that training needs. ValueError if there is no such norm, or no linear head.
     """
-    model.requires_grad_(False)
     with probing(model):
         _, _, calls = logged_tail(model, stack, inputs)
     tail = [call.module for call in calls]
@@ -127,7 +126,8 @@ def untie(model: PreTrainedModel, linear: nn.Linear, inputs: Mapping[str, Any]) 
         truth = output_logits(model(**inputs))
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
-    linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+    is_trained = linear.weight.requires_grad
+    linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=is_trained)
     model.tie_weights()  # ties the rest again
     with probing(model):
         logits = output_logits(model(**inputs))

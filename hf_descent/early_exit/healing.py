@@ -38,10 +38,9 @@ class HealingTrainer(Trainer):
         model (`PreTrainedModel`): the whole model, which is left as it is. Merge a PEFT model first.
         args (`TrainingArguments`, *optional*): as in `Trainer`.
         layers (sequence of `int`): the layers to keep, increasing numbers in 1..L, such as `[*range(1, 16), 30]`.
-        exit_head (`str`, *optional*): train only this, in place of the layers that follow a gap. "norm": the final
-            norm. "affine": a linear map after the norm, which becomes a part of the head's weight. "block": a copy of
-            layer L behind `layers`.
-        train_all (`bool`): train all weights, not only the layers that follow the gap.
+        exit_head (`str`, *optional*): train this behind `layers`, and nothing else. "norm": the final norm. "affine":
+            a linear map after the norm, which becomes a part of the head's weight. "block": a copy of layer L.
+        train_all (`bool`): train all weights of the shorter model, with the `exit_head` if one is given.
         token_fraction (`float`): share of the labelled tokens that a step of a language model reads, in (0, 1].
         inputs (`dict`, *optional*): a batch for `model(**inputs)`, as in [`keep_layers`].
         arguments: `train_dataset`, `data_collator`, `processing_class` and the others of `Trainer`.
@@ -73,24 +72,22 @@ class HealingTrainer(Trainer):
         if not 0 < token_fraction <= 1:
             raise ValueError(f"`token_fraction` is {token_fraction}; give a share in (0, 1].")
         check_exit_head(exit_head)
-        if exit_head is not None and train_all:
-            raise ValueError(
-                f"`exit_head` is {exit_head!r} and `train_all` True; give one of them."
-            )
         batch = example_inputs(model) if inputs is None else inputs
         whole_stack = Readout.probe(model, batch).stack
         layers = layers_of_exit(layers, whole_stack.num_layers, exit_head)
         short = keep_layers(model, layers, inputs)
         stack = Readout.probe(short, batch).stack
         shared = shared_layers(layers, whole_stack.num_layers)
-
-        callbacks = []
         if train_all:
             shared = 0
-        elif exit_head in ("norm", "affine"):
-            callbacks = prepare_exit_head(short, stack, batch, exit_head)
         else:
-            _train_layers_from(shared, short, stack, whole_stack.num_layers)
+            short.requires_grad_(False)
+
+        callbacks = []
+        if exit_head in ("norm", "affine"):
+            callbacks = prepare_exit_head(short, stack, batch, exit_head)
+        elif not train_all:
+            _train_layers_from(shared, stack, whole_stack.num_layers)
 
         super().__init__(short, args, **arguments)
         _check_arguments(self)
@@ -225,14 +222,13 @@ def last_output(layers: Sequence[nn.Module]) -> Iterator[dict]:
         yield returned
 
 
-def _train_layers_from(shared: int, model: nn.Module, stack: LayerStack, num_layers: int) -> None:
-    """Freeze all of `model` but the layers behind the first `shared` ones; ValueError if there are none."""
+def _train_layers_from(shared: int, stack: LayerStack, num_layers: int) -> None:
+    """Let the layers behind the first `shared` ones be trained; ValueError if there are none."""
     if shared == stack.num_layers:
         raise ValueError(
             f"`layers` is {list(range(1, shared + 1))!r}: no layer follows those that are left out, so none would be "
             f"trained. Add layer {num_layers}, or give `exit_head` or `train_all=True`."
         )
-    model.requires_grad_(False)
     for layer in stack.layers[shared:]:
         layer.requires_grad_(True)
 

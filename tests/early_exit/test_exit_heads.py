@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_healing import CASES, arguments, layers_of, naive_loss, predictions
 from tiny.data import batches, language_data
 from tiny.models import bert, llama, spread
+from tiny.training import config, trained
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -130,6 +132,78 @@ def test_only_the_head_is_trained_and_the_saved_model_loads(case, exit_head, tmp
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
+WITH_ALL = [
+    ("bert", "affine"),
+    ("bert", "block"),
+    ("gpt2", "norm"),
+    ("gpt2", "affine"),
+    ("gpt2", "block"),
+]
+
+
+@pytest.mark.parametrize(("case", "exit_head"), WITH_ALL)
+def test_the_layers_below_train_with_the_head_and_the_whole_model_stays(case, exit_head, tmp_path):
+    settings = {"max_steps": 30, "learning_rate": 3e-3}
+    trainer, rows = exiting(case, tmp_path, exit_head, settings=settings, train_all=True)
+    whole = copy.deepcopy(trainer.whole_model)
+    batch = batch_of(rows)
+    before = keep_layers(whole, trainer.layers, batch)
+    loss = naive_loss(whole, before, batch)
+    assert trainer.compute_loss(trainer.model.eval(), batch).item() == pytest.approx(loss, rel=1e-5)
+    assert all(weight.requires_grad for weight in trainer.model.parameters())
+
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    loaded = AUTO[case].from_pretrained(tmp_path / "saved")
+
+    assert type(loaded) is type(whole)
+    own = before.state_dict()
+    unchanged = {n for n, weight in loaded.named_parameters() if torch.equal(weight, own[n])}
+    assert not unchanged
+    teacher = trainer.whole_model.state_dict()
+    torch.testing.assert_close(teacher, whole.state_dict(), rtol=0, atol=0)
+    found, _ = predictions(loaded.eval(), batch)
+    expected, _ = predictions(trainer.model.eval(), batch)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert naive_loss(whole, loaded, batch) < 0.7 * loss
+
+
+@pytest.mark.parametrize("case", ["bert", "gpt2"])
+def test_a_map_and_the_layers_below_it_get_the_gradients_of_all_logits(case, tmp_path):
+    trainer, rows = exiting(case, tmp_path, "affine", train_all=True)
+    moved(trainer)
+    batch = batch_of(rows)
+    naive = copy.deepcopy(trainer.model).eval()
+    trainer.compute_loss(trainer.model.eval(), batch).backward()
+
+    with torch.no_grad():
+        target, labels = predictions(trainer.whole_model.eval(), batch)
+    logits, _ = predictions(naive, batch)
+    kept = labels != -100
+    log_shares = logits[kept].log_softmax(-1)
+    F.kl_div(log_shares, target[kept].softmax(-1), reduction="batchmean").backward()
+
+    found = dict(trainer.model.named_parameters())
+    for name, parameter in naive.named_parameters():
+        torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("exit_head", ["affine", "block"])
+def test_a_model_with_an_exit_head_goes_on_with_labels_under_constraints(exit_head, tmp_path):
+    healing, rows = exiting("gpt2", tmp_path / "healing", exit_head, train_all=True)
+    healing.train()
+    args = config(tmp_path / "descent", descent_alpha=None, exit_targets={1: 0.5})
+    trainer = trained(healing.model, args, train_dataset=rows)
+    assert trainer.multipliers.values.item() > 0
+
+    trainer.save_model(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        found, _ = predictions(loaded, batch_of(rows))
+        expected, _ = predictions(trainer.model.eval(), batch_of(rows))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_block_is_a_copy_of_the_last_layer_behind_those_that_are_kept(tmp_path):
     weights = []
     for number, given in enumerate(
@@ -168,7 +242,7 @@ def test_a_head_that_does_not_let_go_of_the_embeddings_is_refused():
     [
         (llama, {"exit_head": "mlp"}, "`exit_head` is 'mlp'; choose of norm, affine, block"),
         (bert, {"exit_head": "norm"}, "Bert.* has none behind its layers: use 'affine' or 'block'"),
-        (llama, {"exit_head": "norm", "train_all": True}, "`train_all` True; give one of them"),
+        (bert, {"exit_head": "norm", "train_all": True}, "Bert.* has none behind its layers"),
         (llama, {"exit_head": "block", "layers": [1, 3]}, "a copy of layer 3: leave that layer"),
         (llama, {"exit_head": "affine", "layers": [1, 2, 3]}, "no layer is left out"),
     ],

@@ -19,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = (
 
 import pytest
 import torch
+import torch.utils.data._utils
 import transformers.utils.logging  # noqa: F401  (gives loggers their `warning_once`)
 from accelerate.logging import MultiProcessAdapter
 
@@ -26,6 +27,9 @@ from accelerate.logging import MultiProcessAdapter
 os.chdir(
     f"{os.path.dirname(os.path.abspath(__file__))}/.."
 )  # from where recipes and documentation name their files
+
+# Persistent workers that garbage collection ends are never told so, and are waited for this long, in seconds.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 
 def pytest_unconfigure():

@@ -27,7 +27,7 @@ from .compat import own_scaling, scaled_for_accumulation
 from .configs import DescentConfig
 from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
-from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from .evaluation import Certificate, LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .evaluation.price import with_paired
 from .evaluation.side_by_side import SideBySide, is_plain_folder
 from .hub.facts import write_card
@@ -42,7 +42,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, data_checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts, check_no_results
-from .training.compared_runs import earlier_last_layer, plain_profile_beside, plain_profile_on
+from .training.compared_runs import earlier_losses, plain_profile_beside, plain_profile_on
 from .training.evaluation_sets import name_of_set, rows_of, set_of_metric
 from .training.origin import origin_of
 from .training.plain_arm import train_both
@@ -377,7 +377,7 @@ class DescentMixin:
         itself call [`evaluate_layers`].
         """
         # Trainer evaluates several sets by a call of this method for each, inside the call for all of them.
-        is_one_of_several = self._run.evaluation.is_of_several
+        is_one_of_several = self._run.evaluation.has_several_sets
         plain = self._plain_profile_on(eval_dataset)
         with self._run.evaluating(self._evaluation_of(eval_dataset, is_one_of_several, plain)):
             return super().evaluate(eval_dataset, *args, **kwargs)
@@ -393,15 +393,18 @@ class DescentMixin:
         rows = rows_of(self.eval_dataset, dataset)
         name = name_of_set(self.eval_dataset, dataset)
         chosen = set_of_metric(self.eval_dataset, self.args.metric_for_best_model)
-        is_chosen = chosen is None or name in (None, chosen)
+
+        keeps_verdict = True
+        if is_one_of_several and chosen is not None:
+            keeps_verdict = name in (None, chosen)
 
         return Evaluation(
             rows=rows,
             overlaps_training=self._overlaps_training(dataset),
             in_training_loop=self.is_in_train,
             plain=plain,
-            is_of_several=isinstance(rows, dict),
-            keeps_verdict=is_chosen or not is_one_of_several,
+            has_several_sets=isinstance(rows, dict),
+            keeps_verdict=keeps_verdict,
         )
 
     def _overlaps_training(self, dataset) -> bool:
@@ -450,21 +453,14 @@ class DescentMixin:
     def _judge(self, metrics: dict[str, Any], prefix: str) -> None:
         """Add the metrics of the layers to those of an evaluation, and keep its verdict."""
         run = self._run
-        kind = self._kind
-        if kind is RunKind.JUDGED and run.layers is not None:
+        trains_plainly = self._kind is RunKind.JUDGED
+        if trains_plainly and run.layers is not None:
             run.judge_plain(self, run.layers.num_layers, chance_of(run.totals.labels))
         if run.judge is None:
             return
 
-        dataset = run.evaluation.rows
-        # Training reads f_L on its evaluation sets, at its start and at the end of the warm-up. If it has read these
-        # rows, the verdict compares f_L row by row (`readings`), else only the means (`unpaired`). A data set that it
-        # has not read is recognised by its content, for which a subclass may have to tokenise it.
-        readings = self._last_layer_readings(dataset)
-        if not run.references.has_read(dataset):
-            dataset = self._prepared(dataset)
-        unpaired = earlier_last_layer(self, run.references, dataset, run.has_started, self._readout)
-        rows = evaluation.gathered(self.accelerator, run.totals, readings, unpaired)
+        earlier = self._earlier_losses(run.evaluation.rows)
+        rows = evaluation.gathered(self.accelerator, run.totals, earlier)
         additions, certificate = evaluation.layer_metrics(
             run.judge,
             rows,
@@ -475,30 +471,33 @@ class DescentMixin:
             self._reads_one_token,
         )
 
-        if kind is RunKind.JUDGED:
+        if trains_plainly:
             additions.pop(f"{prefix}_loss", None)  # Trainer's own stays
         metrics.update(additions)
 
-        if certificate is None:
+        if certificate is not None:
+            run.keep_certificate(certificate, self.state.global_step)
+            self._log_verdict(certificate, prefix)
+
+    def _earlier_losses(self, rows) -> evaluation.EarlierLosses:
+        """What a verdict on a data set compares f_L with."""
+        return earlier_losses(self, self._run, rows, self._prepared, self._readout)
+
+    def _log_verdict(self, certificate: Certificate, prefix: str) -> None:
+        if self.is_in_train or not self.is_world_process_zero():
             return
-        run.keep_certificate(certificate, self.state.global_step)
-        if self.is_world_process_zero() and not self.is_in_train:
-            data = "evaluation" if prefix == "eval" else prefix
-            trained_plainly = ""
-            if self.args.objective_class.is_plain:
-                trained_plainly = " after plain training"
-            text = f"Verdict on the {data} data{trained_plainly}:\n{certificate}"
-            if not (trained_plainly or self.command):  # commands end with this line
-                text += f"\n{certificate.headline}"
-            logger.info(text)
+        data = "evaluation" if prefix == "eval" else prefix
+        trained_plainly = ""
+        if self.args.objective_class.is_plain:
+            trained_plainly = " after plain training"
+        text = f"Verdict on the {data} data{trained_plainly}:\n{certificate}"
+        if not (trained_plainly or self.command):  # commands end with this line
+            text += f"\n{certificate.headline}"
+        logger.info(text)
 
     @property
     def _reads_one_token(self) -> bool:
         return reads_one_token(unwrapped(self.model), self._readout)
-
-    def _last_layer_readings(self, rows) -> dict[str, evaluation.Reading]:
-        """What this process has read of f_L on an evaluation set at earlier times, by the time."""
-        return self._run.references.of_process(rows, self.args.process_index, self.args.world_size)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         kind = self._kind
@@ -544,24 +543,23 @@ class DescentMixin:
 
     def _measured_prediction(self, predict, model, inputs, prediction_loss_only):
         """The prediction of a batch, whose layer losses are added to those of the evaluation."""
-        before = self._run.totals
         counted = evaluation.counted_rows(self, inputs)
-
-        if prediction_loss_only:
-            prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
-        else:
-            prediction = predict()
-
-        was_measured = self._run.totals.batches > before.batches
-        if was_measured and counted.are_all:
+        batches = self._run.totals.batches
+        with self._run.counting(counted.are_all):
+            if prediction_loss_only:
+                loss = self._evaluate_batch(model, self._prepare_inputs(inputs))
+                prediction = (loss, None, None)
+            else:
+                prediction = predict()
+        if self._run.totals.batches > batches:
             return prediction
 
-        # A batch with repeated rows is measured again, without them. So is a batch that was not measured: to generate,
-        # Seq2SeqTrainer calls the model itself, without this class's loss.
-        self._run.take_back(before)
-        self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
-        if counted.are_none:  # the model ran only because other processes wait for it
-            self._run.take_back(before)
+        # The batch was not counted, since it repeats rows, or since Seq2SeqTrainer calls the model itself to generate,
+        # without `compute_loss`.
+        with self._run.counting(
+            not counted.are_none
+        ):  # of none: other processes wait for the model
+            self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
         return prediction
 
     def _evaluate_batch(self, model, inputs) -> torch.Tensor:
@@ -607,24 +605,23 @@ class DescentMixin:
         """
         model, settings = evaluation.model_and_settings(self, self._readout)
         settings["problem"] = self.problem
-        has_noise = bool(kwargs.get("gamma"))
-        if has_noise:
+        dataset = self._evaluated_rows(eval_dataset)
+
+        earlier = evaluation.EarlierLosses()
+        if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
-        elif self.args.world_size == 1:
-            known_rows = rows_of(self.eval_dataset, eval_dataset)
-            settings["readings"] = self._last_layer_readings(known_rows)
+        else:  # the earlier losses are without noise
+            earlier = self._earlier_losses(dataset)
+        if (
+            self.args.world_size == 1
+        ):  # several processes would read other batches than training did
+            settings["readings"] = earlier.readings
         settings.update(kwargs)
 
-        dataset = self._evaluated_rows(eval_dataset)
         rows = self._in_batches(dataset)
         profile = layer_profile(model, rows, **settings)
+        profile.references = with_paired(earlier.references, profile.references)
 
-        if not has_noise:  # as they were read
-            run = self._run
-            unpaired = earlier_last_layer(
-                self, run.references, dataset, run.has_started, self._readout
-            )
-            profile.references = with_paired(unpaired, profile.references)
         if "problem" not in kwargs:
             self._state_problem(profile)
         if profile.problem is not None:

@@ -9,44 +9,52 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..evaluation import LayerProfile
-from ..evaluation.price import Reference
 from ..evaluation.profiles import fingerprint_of
 from ..evaluation.side_by_side import of_same_data, plain_profiles
 from ..readout.stack import unwrapped
 from ..runs import RunFolder, training_arguments
 from .chance import drawing_apart
 from .checkpoints import on_first_process
-from .evaluation import model_and_settings
+from .evaluation import EarlierLosses, model_and_settings
 from .evaluation_sets import rows_of
 from .origin import Origin, fingerprint_of_rows, fingerprint_of_weights, reading_of
 from .preparation import loaded_from
-from .references import LastLayerReferences, references_of
+from .references import references_of
+from .run import DescentRun
 
 
-def earlier_last_layer(
+def earlier_losses(
     trainer: Trainer,
-    references: LastLayerReferences,
+    run: DescentRun,
     rows: Any,
-    is_trained: bool,
+    prepare: Callable,
     readout: Callable | None,
-) -> list[Reference]:
-    """f_L at earlier times, for a verdict on `rows` that cannot compare it row by row.
+) -> EarlierLosses:
+    """What a verdict on the data set `rows` compares f_L with.
 
-    It comes from this training. If this trainer has not trained the model (`is_trained`), it comes from the run that
-    the model was loaded from, if that run read and scored the model as this trainer does; else it is empty.
+    Training reads f_L on its evaluation sets, at its start and at the end of the warm-up. If `rows` are one of these
+    sets, the verdict compares row by row, else only means. If this trainer has not trained the model, the means come
+    from the run that the model was loaded from, if that run read and scored the model as this trainer does.
+
+    Other sets are recognised by their content, for which `prepare(rows)` may have to tokenise them.
     """
+    references = run.references
     if references.has_read(rows):
-        return references.unpaired(rows)
-    if references.times():
-        return references.unpaired(data=fingerprint_of_rows(trainer, rows))
-    if is_trained:
-        return []
+        args = trainer.args
+        readings = references.of_process(rows, args.process_index, args.world_size)
+        return EarlierLosses(references.unpaired(rows), readings)
 
+    if references.times():
+        data = fingerprint_of_rows(trainer, prepare(rows))
+        return EarlierLosses(references.unpaired(data=data))
+
+    if run.has_started:
+        return EarlierLosses()
     summary = RunFolder(loaded_from(trainer.model)).summary
     if "last_layer_losses" not in summary:
-        return []
-    data = fingerprint_of_rows(trainer, rows)
-    return references_of(summary, data, reading_of(trainer, readout))
+        return EarlierLosses()
+    data = fingerprint_of_rows(trainer, prepare(rows))
+    return EarlierLosses(references_of(summary, data, reading_of(trainer, readout)))
 
 
 def plain_profiles_of(

@@ -105,6 +105,14 @@ def without_persistent_workers(args: TrainingArguments) -> AbstractContextManage
 Reading = dict[int, torch.Tensor]
 
 
+class EarlierLosses(NamedTuple):
+    """f_L at earlier times, which a verdict compares with f_L now."""
+
+    references: Sequence[Reference] = ()  # one for each time, to compare the means
+    # Time -> how this process has read these very rows then. With it the verdict compares row by row instead.
+    readings: Mapping[str, Reading] = MappingProxyType({})
+
+
 class EvaluatedRows(NamedTuple):
     """The losses that an evaluation has read in all processes."""
 
@@ -119,19 +127,16 @@ class EvaluatedRows(NamedTuple):
 def gathered(
     accelerator: Accelerator,
     totals: EvaluationTotals,
-    readings: Mapping[str, Reading] = MappingProxyType({}),
-    unpaired: Sequence[Reference] = (),
+    earlier: EarlierLosses,
 ) -> EvaluatedRows:
-    """What all processes have read in their `totals`; every process calls it.
-
-    `readings` maps a time to the earlier reading of the same data in this process. If a time has none, or its rows
-    cannot be paired with the rows of `totals`, the reference is the one in `unpaired`.
-    """
+    """What all processes have read in their `totals`, with the `earlier` losses of the last layer on the same data;
+    every process calls it."""
+    readings = earlier.readings
     rows = totals.rows.gathered(accelerator.num_processes > 1, list(readings.values()))
     items = reduced(accelerator, torch.as_tensor(totals.items))
 
     paired = on_same_rows(readings, rows.earlier, len(rows.sums))
-    references = with_paired(unpaired, paired)
+    references = with_paired(earlier.references, paired)
     return EvaluatedRows(rows.sums, int(items), rows.whole_batches, references)
 
 

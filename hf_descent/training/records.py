@@ -131,9 +131,11 @@ class Evaluation:
     overlaps_training: bool = False
     in_training_loop: bool = False  # whether it runs during training, not before or after it
     plain: LayerProfile | None = None  # the profile of plain training on the same rows, if known
-    # Whether it covers several sets, each of which is evaluated inside it.
-    is_of_several: bool = False
-    keeps_verdict: bool = True  # False for a set that does not choose the best model
+    has_several_sets: bool = (
+        False  # whether its `rows` are a dict, of which each set is evaluated inside it
+    )
+    # Of several sets, only the one that chooses the best model keeps its verdict, if one does.
+    keeps_verdict: bool = True
 
 
 @dataclass

@@ -218,9 +218,13 @@ class DescentRun:
             labels = layers.chance_loss.of_batch(layers.task, inputs)
         self.totals = self.totals.plus(losses, labels)
 
-    def take_back(self, totals: EvaluationTotals) -> None:
-        """Go back to the `totals` from before a batch."""
-        self.totals = totals
+    @contextlib.contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """Within it, batches are added to the present evaluation only if that `counts`."""
+        before = self.totals
+        yield
+        if not counts:
+            self.totals = before
 
     def keep_certificate(self, certificate: Certificate, step: int) -> None:
         """Keep the certificate of the present evaluation, if that keeps a verdict."""

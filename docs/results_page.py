@@ -656,7 +656,8 @@ def launches() -> str:
         for what in ("step", "evaluation"):
             plain, ours = case[what]["plain"], case[what]["ours"]
             cells += [f"{plain:,}", f"{ours:,}", f"{ours / plain:.2f}"]
-        cells.insert(4, f"{case['asked']:.2f}")
+        asked = "" if case["asked"] is None else f"{case['asked']:.2f}"
+        cells.insert(4, asked)
         rows.append(cells)
     return markdown(header, rows)
 

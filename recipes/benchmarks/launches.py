@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
@@ -198,6 +199,7 @@ class Case(NamedTuple):
     asked: float | None  # the ratio of a step's kernels that is asked for
     settings: dict[str, Any] = {}
     asked_time: float | None = None  # the ratio of a step's time that is asked for
+    is_bare: bool = False  # `BareTrainer` takes the place of ours
 
 
 def _sentences(size: Size) -> list[dict[str, Any]]:
@@ -295,6 +297,7 @@ def denoiser(size: Size):
 
 CASES = {
     "bert": Case("BERT, 12 layers", bert, 1.12, asked_time=1.10),
+    "bert_bare": Case("BERT, bare", bert, None, is_bare=True),
     "distilbert": Case("DistilBERT, 6 layers", distilbert, 1.20),
     "roberta": Case("RoBERTa, 24 layers", roberta, 1.08),
     "vit": Case("ViT, 12 layers", vit, 1.15),
@@ -306,6 +309,33 @@ CASES = {
     "llama_exact": Case("Llama, 32 layers, all tokens", llama, 1.12, asked_time=1.15),
     "ut": Case("UT denoiser, 7 layers", denoiser, 1.20, {"noise_gamma": 0.15}),
 }
+
+
+class BareTrainer(Trainer):
+    """The least that a training on the losses of all of BERT's layers does: no constraints, no checks, no logs.
+
+    What follows the layers runs once for all layers below the last, and the weights of the losses are constant.
+    """
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        states = []
+
+        def keep(layer, given, made):
+            states.append(made)
+
+        hooks = [layer.register_forward_hook(keep) for layer in model.bert.encoder.layer]
+        outputs = model(**inputs)
+        for hook in hooks:
+            hook.remove()
+
+        def loss_of(hidden):
+            logits = model.classifier(model.dropout(model.bert.pooler(hidden)))
+            return cross_entropy(logits, inputs["labels"])
+
+        below = torch.stack(states[:-1])  # [layers - 1, batch, tokens, width]
+        losses = torch.func.vmap(loss_of, randomness="same")(below)  # [layers - 1]
+        loss = outputs.loss + 0.5 * losses.sum()
+        return (loss, outputs) if return_outputs else loss
 
 
 class TimedWindow(TrainerCallback):
@@ -351,8 +381,9 @@ def make_trainer(
         "use_cpu": use_cpu,
     }
     data = {"train_dataset": rows, "eval_dataset": rows[: 3 * size.batch]}
-    if is_plain:
-        trainer = Trainer(model, TrainingArguments(**settings), callbacks=[callback], **data)
+    if is_plain or case.is_bare:
+        trainer_class = Trainer if is_plain else BareTrainer
+        trainer = trainer_class(model, TrainingArguments(**settings), callbacks=[callback], **data)
     else:
         settings.update(initial_loss_bound=10.0, dual_warmup_steps=0, **case.settings)
         trainer = DescentTrainer(model, DescentConfig(**settings), callbacks=[callback], **data)

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from .transfer import on_device
+
 
 if TYPE_CHECKING:
     from .state import DualState
@@ -39,6 +41,28 @@ class StepObjective:
     trained: Sequence[int]  # layers that it depends on at some step of the run
     # (device) -> the weights of the layer losses `[L]` there; `None` if they are not known before the forward pass.
     weights: Callable[[torch.device], torch.Tensor] | None = None
+
+
+def weighted_sum(
+    layer_weights: Callable[[], np.ndarray], weighted: Sequence[int], trained: Sequence[int]
+) -> StepObjective:
+    """The sum of the layer losses times their weights `[L]`.
+
+    `layer_weights` gives the weights. It is called after the model's layers, since only then the multipliers are sure
+    to have arrived from a GPU.
+    """
+
+    def weights(device: torch.device) -> torch.Tensor:
+        return on_device(layer_weights(), device)
+
+    def value(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        factors = weights(layer_losses.device)
+        # A loss that is not finite would make 0 * inf.
+        losses = torch.where(factors != 0, layer_losses, 0.0)
+        # Not by `@`: under autocast, as in a custom loop, it would run in half precision.
+        return (factors * losses).sum()
+
+    return StepObjective(value, weighted, trained, weights)
 
 
 class Objective:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,11 +12,11 @@ import torch
 from . import building
 from .ascent import DualAscent
 from .multipliers import Multipliers
-from .objectives import StepObjective
+from .objectives import StepObjective, weighted_sum
 from .problem import AT_CHANCE, DescentProblem
 from .reports import DualReports
 from .saved_state import STATE_NAME, read_state, write_state
-from .transfer import HostCopy, on_device
+from .transfer import HostCopy
 
 
 if TYPE_CHECKING:
@@ -114,40 +114,16 @@ class DualState:
         """The objective of this step, as a function of the layer losses."""
         trained = self.trained_layers
         if self.inactive(step):
-            return StepObjective(_last_loss, [self.num_layers], trained, self._weight_of_last)
-        if not self.objective.is_linear:
+            weighted = [self.num_layers]
+        elif self.objective.is_linear:
+            weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
+        else:
             return StepObjective(self._penalised, trained, trained)
+        return weighted_sum(partial(self.layer_weights, step), weighted, trained)
 
-        weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
-        value = partial(self._weighted_sum, step=step)
-        return StepObjective(value, weighted, trained, partial(self._weights_on, step=step))
-
-    def _weighted_sum(
-        self, layer_losses: torch.Tensor, share: torch.Tensor, step: int
-    ) -> torch.Tensor:
-        # Layers without weight are left out, so that a loss that is not finite does not become 0 * inf. Not by `@`:
-        # under autocast, as in a custom loop, it would run in half precision.
-        weights = self.layer_weights(step)
-        if len(self._trained) < self.num_layers:
-            weights = weights[self._trained]
-            layer_losses = layer_losses[self._trained_on_device]
-        return (on_device(weights, layer_losses.device) * layer_losses).sum()
-
-    def _weights_on(self, device: torch.device, step: int) -> torch.Tensor:
-        """The weights `[L]` that `_weighted_sum` takes, on a device."""
-        weights = np.zeros(self.num_layers)
-        weights[self._trained] = self.layer_weights(step)[self._trained]
-        return on_device(weights, device)
-
-    def _weight_of_last(self, device: torch.device) -> torch.Tensor:
-        """The weights `[L]` of f_L alone, on a device."""
-        weights = np.zeros(self.num_layers)
-        weights[-1] = 1.0
-        return on_device(weights, device)
-
-    def _penalised(self, layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, parts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         # A part, divided by the share, is the mean over the micro-batch.
-        losses = layer_losses / torch.where(share > 0, share, 1.0)
+        losses = parts / torch.where(share > 0, share, 1.0)
         detach = self.args.negative_weights == "detach"
         violations = self.acting_violations(losses, detach)
 
@@ -155,21 +131,16 @@ class DualState:
         return share * (losses[-1] + penalty)
 
     def layer_weights(self, step: int) -> np.ndarray:
-        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
+        """The weights w `[L]` of the layer losses at a step where the objective is linear in them."""
+        if self.inactive(step):
+            weights = np.zeros(self.num_layers)
+            weights[-1] = 1.0
+            return weights
+
         weights = self.objective.weights(self, step)
         if self.args.normalize_weights:
             weights = weights / np.abs(weights).sum()
         return weights
-
-    @cached_property
-    def _trained(self) -> np.ndarray:
-        """Indices of the trained layers."""
-        return np.array(self.trained_layers) - 1
-
-    @cached_property
-    def _trained_on_device(self) -> torch.Tensor:
-        """The same on the device; kept, so that they are not copied there at every step."""
-        return torch.tensor(self._trained.tolist(), device=self.device)
 
     # ---- dual side ----
 
@@ -257,9 +228,6 @@ class DualState:
             arguments["chance_loss"] = self.chance
             problem = DescentProblem(**arguments)
         self.problem = problem
-        # The layers that are trained follow from the problem, so they are found anew.
-        for name in ("_trained", "_trained_on_device"):
-            vars(self).pop(name, None)
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
         """Take over the problem of the run whose `descent_config.json` is given, if the arguments state none, and its
@@ -267,13 +235,18 @@ class DualState:
         saved = DescentProblem.saved_in(summary)
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
-        if self.problem is None or not building.changes_problem(self.args):
+
+        states_its_own = self.problem is not None and building.changes_problem(self.args)
+        if states_its_own and self.problem.rows != saved.rows:
+            return  # the multipliers are those of other constraints
+        if not states_its_own:
             self._take_problem(saved)
             if saved.num_rows != len(self._ascent.multipliers.values):
                 self._ascent = DualAscent(
                     self.args, self.num_layers, saved.num_rows, steps_per_reading=1
                 )
-        if self.problem.rows == saved.rows and "multipliers" in summary:
+
+        if "multipliers" in summary:
             self._ascent.take_over(summary["multipliers"], summary.get("warmup_layer_losses"))
 
     # ---- reports ----
@@ -373,8 +346,3 @@ class DualState:
         settings["dual_warmup_steps"] = args.dual_settings.dual_warmup_steps
         settings["dual_optim"] = args.dual_settings.dual_optim
         return json.loads(json.dumps(settings))
-
-
-def _last_loss(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """The objective in the warm-up."""
-    return layer_losses[-1]

@@ -208,14 +208,15 @@ class DescentMixin:
             losses = objective.layer_losses(model, inputs, self._run.step, return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
 
-        loss = self._scaled(losses.objective, num_items_in_batch)
+        loss = self._for_trainer(losses.objective, num_items_in_batch)
         return (loss, losses.outputs) if return_outputs else loss
 
-    def _scaled(self, loss, num_items_in_batch):
-        """The loss of a micro-batch, scaled so that Trainer's sum over a step is the mean over the step's items."""
+    def _for_trainer(self, part, num_items_in_batch):
+        """A micro-batch's part of the loss (see [`StepTotals`]), as Trainer takes it from `compute_loss`."""
         step = self._run.step
-        loss = step.for_backward(loss)
-        return scaled_for_accumulation(self, loss, step.has_parts, num_items_in_batch)
+        loss = step.over_processes(part)
+        is_scaled = step.items is not None
+        return scaled_for_accumulation(self, loss, is_scaled, num_items_in_batch)
 
     def _evaluation_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """f_L of a batch. Adds the losses of all its layers to those of the evaluation."""
@@ -239,8 +240,7 @@ class DescentMixin:
         return (self.args.process_index, self._run.totals.batches)
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """Trainer's own loss. In training, a loss that ignores `num_items_in_batch` is the mean of its micro-batch.
-        Here it is weighted by the micro-batch's items."""
+        """Trainer's own loss. In training, this class scales it if it is a mean over the micro-batch."""
         is_mean = self._is_mean(inputs, num_items_in_batch)
         items = num_items_in_batch
         if is_mean:
@@ -255,11 +255,13 @@ class DescentMixin:
             share = self._run.step.share(self._run.task.count(inputs))
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
 
-        loss = self._scaled(torch.where(share > 0, loss, 0.0) * share, num_items_in_batch)
+        part = torch.where(share > 0, loss, 0.0) * share
+        loss = self._for_trainer(part, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _is_mean(self, inputs, num_items_in_batch) -> bool:
-        """Whether a loss of plain training is a mean over the micro-batch, so that this class has to scale it."""
+        """Whether a loss of plain training is a mean over the micro-batch that this class has to scale: Trainer gives
+        the loss no items, or the loss ignores them."""
         task = self._run.task
         if task is None or not self._scales_losses:
             return False
@@ -279,7 +281,7 @@ class DescentMixin:
         if step.micro_batches == read_before:  # this class's `compute_loss` read no layers
             raise checks.without_layers(self)
         # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers.
-        return step.for_backward(step.final)
+        return step.over_processes(step.last_layer_part)
 
     def noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
         """A context that adds the noise of the present training micro-batch."""

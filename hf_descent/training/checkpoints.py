@@ -151,24 +151,23 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
     `from_pretrained` knows them. Trainer would not load such weights (huggingface/transformers#48805).
     """
     model = getattr(trainer.model, "_orig_mod", trainer.model)  # it may be compiled
-    is_whole = isinstance(model, PreTrainedModel) and not (
-        trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    )
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     files = []
-    if is_whole:
+    if isinstance(model, PreTrainedModel) and not is_sharded:
         files = list(Path(folder).glob("model*.safetensors"))
-    saved = set().union(*(safe_open(file, framework="pt").keys() for file in files))
-    if not files or saved <= model.state_dict().keys():
+    names = set().union(*(safe_open(file, framework="pt").keys() for file in files))
+    if not files or names <= model.state_dict().keys():
         yield
         return
 
     weights = _weights_by_own_names(model, files)
 
-    def rename(module, state_dict, prefix, *_):
+    def replace_loaded(module, state_dict, prefix, *_):
+        """Replace what Trainer has read from a file, just before the model takes it."""
         state_dict.clear()
         state_dict.update({prefix + name: weight for name, weight in weights.items()})
 
-    with model.register_load_state_dict_pre_hook(rename):
+    with model.register_load_state_dict_pre_hook(replace_loaded):
         yield
 
 
@@ -235,27 +234,34 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
         for name, weight in load_file(file).items():
             saved[name.removeprefix("_orig_mod.")] = weight
 
-    # The conversion leaves new tensors in the model, but the optimizer knows the old ones.
-    slots = [slot for module in model.modules() for slot in (module._parameters, module._buffers)]
-    before = [dict(slot) for slot in slots]
-    conversions = getattr(model, "_weight_conversions", None)
-
-    try:
+    with _own_tensors_put_back(model):
+        # The conversion loads the weights into this model, where they are taken from.
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)
-        misfits = info.conversion_errors
-        if not misfits:
-            misfits = sorted(info.mismatched_keys)
-        if misfits:
-            raise ValueError(
-                f"The weights in {files[0].parent} are not those of this {type(model).__name__}: {misfits}."
-            )
-        return {
-            name: weight
-            for name, weight in model.state_dict().items()
-            if name not in info.missing_keys
-        }
+        weights = model.state_dict()
+
+    misfits = info.conversion_errors
+    if not misfits:
+        misfits = sorted(info.mismatched_keys)
+    if misfits:
+        raise ValueError(
+            f"The weights in {files[0].parent} are not those of this {type(model).__name__}: {misfits}."
+        )
+    return {name: weight for name, weight in weights.items() if name not in info.missing_keys}
+
+
+@contextmanager
+def _own_tensors_put_back(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, a conversion may replace the tensors of a model. Afterwards the model has its own again, which are
+    those that the optimizer knows."""
+    modules = list(model.modules())
+    parameters = [dict(module._parameters) for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    conversions = getattr(model, "_weight_conversions", None)
+    try:
+        yield
     finally:
-        for slot, tensors in zip(slots, before):
-            slot.update(tensors)
+        for module, own_parameters, own_buffers in zip(modules, parameters, buffers):
+            module._parameters.update(own_parameters)
+            module._buffers.update(own_buffers)
         model._weight_conversions = conversions

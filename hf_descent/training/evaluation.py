@@ -64,13 +64,13 @@ class CountedRows:
 def counted_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> CountedRows:
     """The rows that count in a batch which an evaluation has just got from its data loader."""
     args = trainer.args
-    loader = trainer.accelerator.gradient_state
-    if args.world_size == 1 or not loader.end_of_dataloader:
+    loading = trainer.accelerator.gradient_state  # it knows, too, where its data loader stands
+    if args.world_size == 1 or not loading.end_of_dataloader:
         return CountedRows()
-    if loader.remainder == 0 or args.dataloader_drop_last:
+    if loading.remainder == 0 or args.dataloader_drop_last:
         return CountedRows()
 
-    if loader.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
+    if loading.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         logger.warning_once(
             "Some examples of the last evaluation batch may count twice. Several processes fill it up with repeated "
             "ones, and these cannot be recognised in a stream that each process reads (`dispatch_batches=False`), "
@@ -78,7 +78,7 @@ def counted_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> CountedRows:
         )
         return CountedRows()
     rows = find_batch_size(inputs)
-    return CountedRows(min(max(loader.remainder - args.process_index * rows, 0), rows))
+    return CountedRows(min(max(loading.remainder - args.process_index * rows, 0), rows))
 
 
 def is_labelled(inputs: Mapping[str, Any], label_names: Sequence[str]) -> bool:

@@ -210,7 +210,7 @@ class DescentObjective:
 
         self._step = replace(self._step, items=items)
         losses = self._objective.layer_losses(model, batch, self._step)
-        return self._step.for_backward(losses.objective)
+        return self._step.over_processes(losses.objective)
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
         """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""

@@ -32,10 +32,18 @@ def reduced(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StepTotals:
-    """The optimizer step that is being taken, in this process: its items, and the factors that follow from them.
+    """The optimizer step that is being taken, in this process: what was read, and the factors of its losses.
 
-    Where the `items` of the step were counted, the loss of a micro-batch is a part: the parts of all micro-batches and
-    processes add up to the mean over the items of the step. Otherwise it is the mean over the micro-batch's own items.
+    A step minimises the mean over its items, of all micro-batches and processes. So the mean over a micro-batch is
+    multiplied by
+
+    1. the micro-batch's `share` of the items of the step. This makes it a part: all parts add up to the mean of the
+       step.
+    2. the number of processes (`over_processes`). DDP and Trainer's log take the mean over processes, where parts have
+       to be added up.
+
+    If the items of the step were not counted, both factors are 1, and Trainer or the loop divides by the number of
+    micro-batches.
     """
 
     number: int = 0  # optimizer steps before this one
@@ -45,26 +53,20 @@ class StepTotals:
     # [layers + 1]: the sums over this process's micro-batches of their parts of f_1..f_L, and of their shares. Over
     # all processes the shares add up to 1 if `items` are known, else to the number of micro-batches with labels.
     sums: torch.Tensor | None = None
-    final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
+    last_layer_part: torch.Tensor | None = None  # the latest micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # read so far
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether losses are parts of the step's mean, not means over their micro-batches."""
-        return self.items is not None
-
     def divisor(self, count: torch.Tensor) -> torch.Tensor:
-        """What divides the sum over a micro-batch of `count` items: the items of the step, or the micro-batch's
-        own."""
+        """The items of the step; if they were not counted, the `count` of items of a micro-batch."""
         return count if self.items is None else self.items
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
-        """The `count` of a micro-batch's items as a share of its `divisor`; a scalar tensor."""
+        """The share of a micro-batch of `count` items, a scalar tensor; 0 without items."""
         return count / self.divisor(count).clamp(min=1)
 
-    def for_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a micro-batch, times the number of processes if it is a part: DDP divides gradients by that."""
-        return loss * self.processes if self.has_parts else loss
+    def over_processes(self, part: torch.Tensor) -> torch.Tensor:
+        """The part of a micro-batch, so that the mean over processes is the sum of their parts."""
+        return part if self.items is None else part * self.processes
 
     def add(self, losses: MicroBatchLosses, share: torch.Tensor) -> None:
         """Add the layer losses of a micro-batch, and its `share`."""
@@ -72,7 +74,7 @@ class StepTotals:
         if self.sums is not None:
             parts = self.sums + parts
         self.sums = parts
-        self.final = losses.sums[-1]
+        self.last_layer_part = losses.sums[-1]
         self.count_micro_batch()
 
     def count_micro_batch(self) -> None:

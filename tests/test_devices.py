@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, Trai
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_descent import DescentConfig, DescentTrainer
-from hf_descent.constraints import state
+from hf_descent.constraints import objectives, state
 from hf_descent.constraints.transfer import HostCopy, on_device
 from hf_descent.early_exit import ConfidenceExit, exit_profile
 
@@ -178,7 +178,7 @@ def test_numbers_arrive_on_the_host_and_on_the_device_as_they_were_sent(tmp_path
         return arrived
 
     monkeypatch.setattr(state, "HostCopy", Watched)
-    monkeypatch.setattr(state, "on_device", send)
+    monkeypatch.setattr(objectives, "on_device", send)
     for make, data in ((bert, classification_data()), (llama, language_data())):
         args = config(tmp_path, use_cpu=not ON_GPU, max_steps=30, logging_strategy="no")
         trainer = DescentTrainer(make(), args, train_dataset=data)

@@ -112,7 +112,7 @@ class DescentMixin:
 
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
-        self._add_callbacks()
+        self._set_up_layers()
 
     def _set_pooling(self, model: nn.Module) -> None:
         if self._pooling is not None:
@@ -123,8 +123,8 @@ class DescentMixin:
         self._set_pooling(model)
         return model
 
-    def _add_callbacks(self) -> None:
-        """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs none."""
+    def _set_up_layers(self) -> None:
+        """Refuse what a run that reads layers cannot do. If training reads them, add its callbacks, once."""
         checks.check_targeted_layers(self)
         kind = self._kind
         if kind is RunKind.JUDGED:
@@ -418,15 +418,18 @@ class DescentMixin:
         return holdout.overlaps_training(self, dataset, known)
 
     def _plain_profile_on(self, dataset) -> LayerProfile | None:
-        """The profile of a plain run beside this one, on the data of an evaluation. It is looked for once."""
+        """The profile of a plain run beside this one, on the data of an evaluation. For the trainer's own sets
+        it is looked for once."""
         rows = rows_of(self.eval_dataset, dataset)
         known = self._run.record.plain_profiles
         if id(rows) in known:
-            return known[id(rows)][1]
+            _, plain = known[id(rows)]
+            return plain
+
         plain = plain_profile_on(
             self, dataset, self._held_out, self._run.record.origin, self._readout
         )
-        if name_of_set(self.eval_dataset, dataset) is not None:
+        if name_of_set(self.eval_dataset, dataset) is not None:  # it will be evaluated again
             known[id(rows)] = (rows, plain)
         return plain
 
@@ -468,9 +471,9 @@ class DescentMixin:
             rows,
             run.totals.labels,
             prefix,
-            run.evaluation.overlaps_training,
-            run.evaluation.plain,
-            self._reads_one_token,
+            overlaps_training=run.evaluation.overlaps_training,
+            plain=run.evaluation.plain,
+            reads_one_token=self._reads_one_token,
         )
 
         if trains_plainly:
@@ -704,7 +707,7 @@ class DescentMixin:
         # A trial of a search, or a retry with a smaller batch, starts anew. A search sets the arguments of a trial one
         # by one, so they are checked here.
         self.args.check_descent_arguments()
-        self._add_callbacks()
+        self._set_up_layers()
         checks.check_best_metric(self)
         checks.report_own_averages(self.args)
 

@@ -167,7 +167,7 @@ class DualState:
         if self._pending is not None:
             step = self._pending
             self._pending = None
-            self._take_in(step)
+            self._settle(step)
         return self._ascent
 
     @property
@@ -175,7 +175,8 @@ class DualState:
         """The multipliers after all steps so far."""
         return self.settled().multipliers
 
-    def _take_in(self, step: _Step) -> None:
+    def _settle(self, step: _Step) -> None:
+        """Take the dual step of an optimizer step whose losses are on the host, or wait for them."""
         totals = step.sums.numbers()  # [layers + 1]
         layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
         if totals[-1] > 0:

@@ -133,9 +133,8 @@ class Evaluation:
     overlaps_training: bool = False
     in_training_loop: bool = False  # whether it runs during training, not before or after it
     plain: LayerProfile | None = None  # the profile of plain training on the same rows, if known
-    has_several_sets: bool = (
-        False  # whether its `rows` are a dict, of which each set is evaluated inside it
-    )
+    # Whether its `rows` are a dict; then the call has a call for each set inside it.
+    has_several_sets: bool = False
     # Of several sets, only the one that chooses the best model keeps its verdict, if one does.
     keeps_verdict: bool = True
 

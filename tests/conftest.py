@@ -36,8 +36,9 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
-def pytest_collection_finish():
-    """Keeps what was imported out of the collections of garbage: Trainer asks for one in every run."""
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap():
+    """Keeps what was imported so far out of the collections of garbage: Trainer asks for one in every run."""
     gc.collect()
     gc.freeze()
 

@@ -115,7 +115,8 @@ def scaled_for_accumulation(
 
 @contextlib.contextmanager
 def own_scaling(trainer: Trainer) -> Iterator[None]:
-    """A micro-batch, after which the trainer says of its loss what it said before: a subclass may have its own."""
+    """Within it, `scaled_for_accumulation` may set `loss_is_scaled_for_ga`. Afterwards the trainer has its own value,
+    which a subclass may have set."""
     own = getattr(trainer, "loss_is_scaled_for_ga", None)
     try:
         yield

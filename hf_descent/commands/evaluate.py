@@ -38,7 +38,7 @@ from ..loading import architecture_of, best_device, load_model, load_tokenizer, 
 from ..readout.labels import IGNORE_INDEX
 from ..readout.pooling import reads_one_token
 from ..runs import RunFolder, tables
-from ..training.origin import reading_by
+from ..training.origin import scoring_by
 from ..training.references import references_of
 from .arguments import absolute, parse_model, record_of
 from .closing import next_step
@@ -305,7 +305,7 @@ def _earlier_last_layer(
     """f_L at earlier times of the training. It is of these rows if training read the same."""
     data = Evaluation(task.model, task.rows, **settings).fingerprint_of_rows()
     smoothing = summary.get("arguments", {}).get("label_smoothing_factor") or 0.0
-    return references_of(summary, data, reading_by(task.model, smoothing=smoothing))
+    return references_of(summary, data, scoring_by(task.model, smoothing=smoothing))
 
 
 def _facts(task: Task, summary: Mapping[str, Any], problem: DescentProblem) -> dict[str, Any]:

@@ -303,11 +303,11 @@ class DescentProblem:
         level = _number(losses[-1])
         asked, reference = self._asked(losses, level, detach=True)
 
-        has_none = constants.is_target
+        has_no_tolerance = constants.is_target
         if not self._is_between(level):
-            has_none = has_none | constants.follows
+            has_no_tolerance = has_no_tolerance | constants.follows
         decrease = reference - asked
-        tolerances = _library(losses).where(has_none, 0.0, TOLERANCE * decrease)
+        tolerances = _library(losses).where(has_no_tolerance, 0.0, TOLERANCE * decrease)
         return self._over_rows(asked), self._over_rows(tolerances)
 
     def weights(

@@ -116,7 +116,7 @@ def training_line(
     (with the `target_margin` of targets), and the range of the multipliers, if the objective `has_multipliers`. If all
     constraints are met, the layer is the one nearest to what it is asked.
     """
-    violations = _by_row("violation", logs)
+    violations = _by_constraint("violation", logs)
     if "loss" not in logs or not violations:
         return None
     parts = [f"step {step}/{max_steps}", f"f_L {_number(logs['loss'])}"]
@@ -136,13 +136,13 @@ def training_line(
     if "max_acting_violation" in logs:
         parts.append(f"largest violation acted on {_number(logs['max_acting_violation'])}")
         if has_multipliers:
-            parts.append(_range_of("multiplier", _by_row("multiplier", logs).values()))
+            parts.append(_range_of("multiplier", _by_constraint("multiplier", logs).values()))
     if "learning_rate" in logs:
         parts.append(f"lr {_number(logs['learning_rate'])}")
     return " | ".join(parts)
 
 
-def _by_row(name: str, logs: Mapping[str, Any]) -> dict[str, float]:
+def _by_constraint(name: str, logs: Mapping[str, Any]) -> dict[str, float]:
     """The values of a quantity that is logged for each constraint, by the constraint's name ("3", "exit_3")."""
     start = f"{name}_"
     return {

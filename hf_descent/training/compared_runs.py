@@ -17,7 +17,7 @@ from .chance import drawing_apart
 from .checkpoints import on_first_process
 from .evaluation import EarlierLosses, model_and_settings
 from .evaluation_sets import rows_of
-from .origin import Origin, fingerprint_of_rows, fingerprint_of_weights, reading_of
+from .origin import Origin, fingerprint_of_rows, fingerprint_of_weights, scoring_of
 from .preparation import loaded_from
 from .references import references_of
 from .run import DescentRun
@@ -54,7 +54,7 @@ def earlier_losses(
     if "last_layer_losses" not in summary:
         return EarlierLosses()
     data = fingerprint_of_rows(trainer, prepare(rows))
-    return EarlierLosses(references_of(summary, data, reading_of(trainer, readout)))
+    return EarlierLosses(references_of(summary, data, scoring_of(trainer, readout)))
 
 
 def plain_profiles_of(
@@ -85,11 +85,11 @@ def _profiles_beside_loaded(
     The first of these folders that has some: the one that the model was loaded from; the one above, since that may
     have been a checkpoint; `output_dir`, if the run there has the weights of this model.
     """
-    reading = reading_of(trainer, readout)
+    scoring = scoring_of(trainer, readout)
 
     loaded = loaded_from(trainer.model)
     if os.path.isdir(loaded):
-        summary = _with_reading(RunFolder(loaded).summary, reading)
+        summary = _with_scoring(RunFolder(loaded).summary, scoring)
         for folder in (loaded, os.path.dirname(os.path.abspath(loaded))):
             profiles = plain_profiles(folder, summary)
             if profiles:
@@ -99,14 +99,14 @@ def _profiles_beside_loaded(
     weights = fingerprint_of_weights(unwrapped(trainer.model))
     if weights is None or summary.get("weights") != weights:
         return []
-    return plain_profiles(output_dir, _with_reading(summary, reading))
+    return plain_profiles(output_dir, _with_scoring(summary, scoring))
 
 
-def _with_reading(summary: Mapping[str, Any], reading: Origin) -> Mapping[str, Any]:
-    """The summary of a run as if it had read and scored its model by `reading`."""
+def _with_scoring(summary: Mapping[str, Any], scoring: Origin) -> Mapping[str, Any]:
+    """The summary of a run as if it had read and scored its model by `scoring`."""
     if not summary.get("origin"):
         return summary
-    return {**summary, "origin": {**summary["origin"], **reading}}
+    return {**summary, "origin": {**summary["origin"], **scoring}}
 
 
 def plain_profile_on(

@@ -46,12 +46,17 @@ def make_dual(
     inputs = layers.task.short(inputs)
     _warn_of_half_precision(layers.task, inputs)
 
-    saved_problem = _saved_problem(trainer, checkpoint)
-    chance = saved_problem.get("chance_loss")
+    resumes_dual = has_state(checkpoint)
+    summary: Mapping[str, Any] = {}  # of the run that made a model which is only evaluated
+    chance = None
+    if resumes_dual:
+        chance = _saved_chance(checkpoint)
+    elif not trainer.is_in_train:
+        summary = RunFolder(loaded_from(trainer.model)).summary
+        chance = summary.get("chance_loss")
     if chance is None:
         chance = _measured_chance(trainer, layers, inputs)
 
-    resumes_dual = has_state(checkpoint)
     dual = DualState(
         trainer.args,
         layers.num_layers,
@@ -68,20 +73,17 @@ def make_dual(
     elif checkpoint is not None:
         logger.warning(f"{checkpoint} has no saved multipliers: they start from 0, with a warm-up.")
     elif not trainer.is_in_train:
-        dual.take_saved_problem(saved_problem)
+        dual.take_saved_problem(summary)
     return dual
 
 
-def _saved_problem(trainer: Trainer, checkpoint: str | None) -> Mapping[str, Any]:
-    """The arguments of the problem in a checkpoint. If a model is only evaluated, the whole `descent_config.json` of
-    the folder that it was loaded from, which holds the multipliers, too. Empty if there is none."""
-    if has_state(checkpoint):
-        _, settings = read_state(checkpoint)
-        if settings["problem"] is not None:
-            return settings["problem"]
-    elif not trainer.is_in_train:
-        return RunFolder(loaded_from(trainer.model)).summary
-    return {}
+def _saved_chance(checkpoint: str) -> float | None:
+    """The loss of the best constant prediction that is saved in a checkpoint with a dual side; `None` if it was not
+    known."""
+    _, settings = read_state(checkpoint)
+    if settings["problem"] is None:
+        return None
+    return settings["problem"].get("chance_loss")
 
 
 def _measured_chance(

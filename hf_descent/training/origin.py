@@ -62,7 +62,7 @@ def origin_of(
         "weights": fingerprint_of_weights(model),
         "trained": _names_of_trained(model),
         "rows": _rows_of(trainer) if reads_rows else None,
-        **reading_of(trainer, readout),
+        **scoring_of(trainer, readout),
     }
     if checkpoint is None:
         return present
@@ -90,13 +90,13 @@ def _resumed(saved: Origin, present: Origin, checkpoint: str) -> Origin:
     return origin
 
 
-def reading_of(trainer: Trainer, readout: Callable | None) -> Origin:
+def scoring_of(trainer: Trainer, readout: Callable | None) -> Origin:
     """The readout and the loss of a trainer, as short texts."""
     smoothing = trainer.args.label_smoothing_factor
-    return reading_by(trainer.model, readout, trainer.compute_loss_func, smoothing)
+    return scoring_by(trainer.model, readout, trainer.compute_loss_func, smoothing)
 
 
-def reading_by(
+def scoring_by(
     model: nn.Module,
     readout: Callable | None = None,
     loss_fn: Callable | None = None,

@@ -211,10 +211,10 @@ class LastLayerReferences:
         return by_time
 
 
-def references_of(summary: Mapping[str, Any], data: str | None, reading: Origin) -> list[Reference]:
+def references_of(summary: Mapping[str, Any], data: str | None, scoring: Origin) -> list[Reference]:
     """The references in the `descent_config.json` of a run, for a verdict on rows with the fingerprint `data`. None if
-    the run read or scored its model in another way than `reading`."""
-    if known_difference(summary.get("origin"), reading) is not None:
+    the run read or scored its model in another way than `scoring`."""
+    if known_difference(summary.get("origin"), scoring) is not None:
         return []
 
     references = []

@@ -113,9 +113,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     @property
     def _scales_losses(self) -> bool:
-        return (
-            self._kind.trains_layers
-        )  # plain losses TRL itself divides by the items of the whole step
+        return self._kind.trains_layers  # TRL divides plain losses by the items of the whole step
 
     def _prepare_inputs(self, inputs):
         inputs = dict(super()._prepare_inputs(inputs))

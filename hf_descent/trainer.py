@@ -50,7 +50,7 @@ from .training.records import Evaluation, RunRecord, StepTotals, items_of_step
 from .training.run import DescentRun
 from .training.run_kind import RunKind
 from .training.run_summary import run_summary, saved_summary
-from .training.search import default_objective, space_for
+from .training.search import default_metric, space_for
 
 
 logger = logging.get_logger(__name__)
@@ -183,7 +183,7 @@ class DescentMixin:
 
         # Where data have no length, Trainer asks for one step more after the last batch. That step has no batches.
         if batches and trains_layers:
-            self._run.read_last_layer(self)
+            self._run.read_last_layer_if_due(self)
 
         if self.state.global_step >= self.state.max_steps:
             # The run was resumed at its end, where Trainer itself would take one step more.
@@ -786,7 +786,7 @@ class DescentMixin:
         self, hp_space=None, compute_objective=None, n_trials=20, direction=None, *args, **kwargs
     ):
         if compute_objective is None:
-            compute_objective, direction = default_objective(
+            compute_objective, direction = default_metric(
                 self.args.objective, self.eval_dataset, direction
             )
         if direction is None:

@@ -71,9 +71,7 @@ class Row(NamedTuple):
     kind: str  # "descent", "steps", "line", "exit" or "bound"
     index: int  # its place in multipliers and violations
     layer: int  # 1-based
-    reference: (
-        int  # what it refers to: 0 for f_0, l for the loss of layer l, L + 1 for the number 1
-    )
+    reference: int  # 0 for f_0, l for the loss of layer l, L + 1 for the number 1
     factor: float = 1.0
     power: float = 0.0
 

@@ -82,18 +82,18 @@ class DualState:
         self._margin = args.dual_settings.target_margin
         self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance
+        self._steps_per_reading = DUAL_EVERY if held_out else 1
+        self._ascent = DualAscent(args, num_layers, num_layers, self._steps_per_reading)
+
         self.problem: DescentProblem | None = None
         problem = building.problem_of(args, num_layers, chance, trains=max_steps > 0)
         if problem is not None:
             self._take_problem(problem)
+            if self.objective.takes_multipliers:
+                multipliers = building.fixed_multipliers(args, problem.num_rows)
+                self._ascent.take_over(multipliers, warmup_losses=None)
 
-        steps_per_reading = DUAL_EVERY if held_out else 1
-        num_rows = num_layers if problem is None else problem.num_rows
-        self._ascent = DualAscent(args, num_layers, num_rows, steps_per_reading)
-        if problem is not None and self.objective.takes_multipliers:
-            self._ascent.take_over(building.fixed_multipliers(args, num_rows), warmup_losses=None)
-
-        self._reports = DualReports(self, steps_per_reading)
+        self._reports = DualReports(self, self._steps_per_reading)
         # The last step, while its losses may be on their way to the host.
         self._pending: _Step | None = None
 
@@ -223,12 +223,16 @@ class DualState:
         return self.problem.violations(layer_losses, self.level(), self._margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
-        """Take over a problem."""
+        """Take over a problem. Multipliers of another number than it needs start anew."""
         if problem.chance_loss is None:  # it may have become known since the problem was saved
             arguments = problem.state_dict()
             arguments["chance_loss"] = self.chance
             problem = DescentProblem(**arguments)
         self.problem = problem
+        if problem.num_rows != len(self._ascent.multipliers.values):
+            self._ascent = DualAscent(
+                self.args, self.num_layers, problem.num_rows, self._steps_per_reading
+            )
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
         """Take over the problem of the run whose `descent_config.json` is given, if the arguments state none, and its
@@ -242,11 +246,6 @@ class DualState:
             return  # the multipliers are those of other constraints
         if not states_its_own:
             self._take_problem(saved)
-            if saved.num_rows != len(self._ascent.multipliers.values):
-                self._ascent = DualAscent(
-                    self.args, self.num_layers, saved.num_rows, steps_per_reading=1
-                )
-
         if "multipliers" in summary:
             self._ascent.take_over(summary["multipliers"], summary.get("warmup_layer_losses"))
 

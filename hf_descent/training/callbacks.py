@@ -60,9 +60,8 @@ class DescentCallback(TrainerCallback):
     """
 
     before_training: Callable[[], None]
-    after_step: Callable[
-        [bool], None
-    ]  # gets whether the gradient scaler of float16 skipped the step
+    # Gets whether the gradient scaler of float16 skipped the step.
+    after_step: Callable[[bool], None]
     after_epoch: Callable[[], None]
     others: list[TrainerCallback]  # all callbacks of the trainer
     scale: float | None = None  # the gradient scale before the optimizer's step

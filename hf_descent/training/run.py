@@ -162,7 +162,7 @@ class DescentRun:
             sigma = trainer.noise_sigma()
             self.noise = EmbeddingNoise(unwrapped(model), args.noise_gamma, args.seed, sigma)
 
-    def read_last_layer(self, trainer: Trainer) -> None:
+    def read_last_layer_if_due(self, trainer: Trainer) -> None:
         """Read f_L on the evaluation sets before training and at the end of the warm-up. A verdict derives the price
         of the constraints from it."""
         moment = moment_of_reading(trainer.state.global_step, self.dual.active_from)

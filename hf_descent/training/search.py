@@ -66,7 +66,7 @@ def space_for(args, space: Callable | None) -> Callable | None:
     return partial(hp_space, ranges=ranges_for(args))
 
 
-def default_objective(
+def default_metric(
     objective: str, eval_dataset, direction: str | None
 ) -> tuple[Callable[..., float], str]:
     """The default metric and direction of a search: `eval_feasible_score` under constraints, else the task loss.

@@ -559,11 +559,9 @@ class DescentMixin:
         if self._run.totals.batches > batches:
             return prediction
 
-        # The batch was not counted, since it repeats rows, or since Seq2SeqTrainer calls the model itself to generate,
-        # without `compute_loss`.
-        with self._run.counting(
-            not counted.are_none
-        ):  # of none: other processes wait for the model
+        # The batch was not counted: it repeats rows, or Seq2SeqTrainer calls the model itself to generate, without
+        # `compute_loss`. It is read once more, also if no row counts, since other processes wait for the model.
+        with self._run.counting(not counted.are_none):
             self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
         return prediction
 
@@ -617,9 +615,8 @@ class DescentMixin:
             settings["sigma"] = self.noise_sigma(model)
         else:  # the earlier losses are without noise
             earlier = self._earlier_losses(dataset)
-        if (
-            self.args.world_size == 1
-        ):  # several processes would read other batches than training did
+        # Several processes number the batches of a profile in another way than those of a reading.
+        if self.args.world_size == 1:
             settings["readings"] = earlier.readings
         settings.update(kwargs)
 

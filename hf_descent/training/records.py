@@ -42,6 +42,8 @@ class StepTotals:
     2. the number of processes (`over_processes`). DDP and Trainer's log take the mean over processes, where parts have
        to be added up.
 
+    Trainer would also divide by the number of micro-batches. `scaled_for_accumulation` keeps it from that.
+
     If the items of the step were not counted, both factors are 1, and Trainer or the loop divides by the number of
     micro-batches.
     """

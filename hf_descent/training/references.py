@@ -7,7 +7,7 @@ For each evaluation set, the two readings together cost at most about 4 % of a t
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 from typing import Any
@@ -54,14 +54,18 @@ FILE = "last_layer_losses.safetensors"
 
 @dataclass
 class ReadSet:
-    """The last layer on an evaluation set.
+    """The last layer on an evaluation set at one time.
 
     Attributes:
+        time (`str`): `START` or `WARMUP`.
+        name (`str`): the name of the set.
         readings (`list`): one [`Reading`] of each process.
         rows: the data set; `None` if the trainer does not have it any more.
         data (`str`, *optional*): see [`fingerprint_of_rows`]; `None` if it is not known.
     """
 
+    time: str
+    name: str
     readings: list[Reading]
     rows: Any = None
     data: str | None = None
@@ -81,18 +85,17 @@ class ReadSet:
 
 
 class LastLayerReferences:
-    """The readings so far: time of reading -> name of the evaluation set -> [`ReadSet`]."""
+    """What was read of the last layer so far."""
 
-    def __init__(self):
-        self._sets: dict[str, dict[str, ReadSet]] = {}
+    def __init__(self, sets: Iterable[ReadSet] = ()):
+        self._sets = list(sets)  # in the order of their times
 
     def times(self) -> list[str]:
         """When the last layer was read."""
-        return list(self._sets)
+        return list(dict.fromkeys(known.time for known in self._sets))
 
     def read(self, trainer: Trainer, layers: LayerLosses, time: str) -> None:
         """Read the last layer of the model as it is now; every process calls it. Streams are left out."""
-        by_name = {}
         for name, rows in evaluation_sets(trainer.eval_dataset).items():
             if not has_length(rows):
                 continue
@@ -100,30 +103,28 @@ class LastLayerReferences:
             readings = [{number: part.cpu() for number, part in reading.items()}]
             if trainer.args.world_size > 1:
                 readings = gather_object(readings)
-            by_name[name] = ReadSet(readings, rows, self._data_of(trainer, rows))
-        self._sets[time] = by_name
+            data = self._data_of(trainer, rows)
+            self._sets.append(ReadSet(time, name, readings, rows, data))
 
     def _data_of(self, trainer: Trainer, rows: Any) -> str | None:
         """The fingerprint of a data set, found out at its first reading."""
-        for sets in self._sets.values():
-            for known in sets.values():
-                if known.rows is rows:
-                    return known.data
+        for known in self._sets:
+            if known.rows is rows:
+                return known.data
         return fingerprint_of_rows(trainer, rows)
 
     def of_process(self, rows: Any, process: int, processes: int) -> dict[str, Reading]:
         """The readings of the data set `rows` by a process, by their times. Empty if another number of `processes` has
         read it."""
-        by_time = {}
-        for time, sets in self._sets.items():
-            for known in sets.values():
-                if known.rows is rows and len(known.readings) == processes:
-                    by_time[time] = known.readings[process]
-        return by_time
+        return {
+            known.time: known.readings[process]
+            for known in self._sets
+            if known.rows is rows and len(known.readings) == processes
+        }
 
     def has_read(self, rows: Any) -> bool:
         """Whether the data set `rows` is one of those that were read."""
-        return any(known.rows is rows for sets in self._sets.values() for known in sets.values())
+        return any(known.rows is rows for known in self._sets)
 
     def unpaired(self, rows: Any = None, data: str | None = None) -> list[Reference]:
         """The earlier losses, for a verdict whose rows cannot be paired with those read.
@@ -132,11 +133,10 @@ class LastLayerReferences:
         counts as other data.
         """
         references = []
-        for time, sets in self._sets.items():
-            if not sets:
-                continue
-            own = [known for known in sets.values() if known.is_of(rows, data)]
-            chosen = own[0] if own else next(iter(sets.values()))
+        for time in self.times():
+            sets = self._at(time)
+            own = [known for known in sets if known.is_of(rows, data)]
+            chosen, *_ = [*own, *sets]
             losses = chosen.losses
             if (losses[:, 1] > 0).any():
                 references.append(
@@ -144,19 +144,23 @@ class LastLayerReferences:
                 )
         return references
 
+    def _at(self, time: str) -> list[ReadSet]:
+        """The sets that were read at a time."""
+        return [known for known in self._sets if known.time == time]
+
     def save(self, folder: str) -> None:
         """Write what was read into a checkpoint."""
         names = []
         tensors = {}
-        data = {}
-        for time, sets in self._sets.items():
-            data[time] = {name: known.data for name, known in sets.items()}
-            for name, known in sets.items():
-                for process, reading in enumerate(known.readings):
-                    for number, part in reading.items():
-                        tensors[f"{len(names)}"] = part.contiguous()
-                        names.append([time, name, process, number])
+        for known in self._sets:
+            for process, reading in enumerate(known.readings):
+                for number, part in reading.items():
+                    tensors[f"{len(names)}"] = part.contiguous()
+                    names.append([known.time, known.name, process, number])
         if tensors:
+            data = {
+                time: {known.name: known.data for known in self._at(time)} for time in self.times()
+            }
             metadata = {"names": json.dumps(names), "data": json.dumps(data)}
             with atomic_write(os.path.join(folder, FILE), "wb") as file:
                 file.write(save(tensors, metadata=metadata))
@@ -165,21 +169,24 @@ class LastLayerReferences:
     def load(cls, folder: str, trainer: Trainer) -> "LastLayerReferences":
         """The readings in a checkpoint; none if an earlier version saved it. A set of the trainer's `eval_dataset` is
         the one in the checkpoint if both have the same name and the same rows."""
-        references = cls()
         path = os.path.join(folder, FILE)
         if not os.path.isfile(path):
-            return references
+            return cls()
 
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             data = json.loads(metadata.get("data", "{}"))  # not in files of former versions
+            sets = {}
             for index, (time, name, process, number) in enumerate(json.loads(metadata["names"])):
-                sets = references._sets.setdefault(time, {})
-                known = sets.setdefault(name, ReadSet([], data=data.get(time, {}).get(name)))
+                fingerprint = data.get(time, {}).get(name)
+                known = sets.setdefault(
+                    (time, name), ReadSet(time, name, readings=[], data=fingerprint)
+                )
                 while len(known.readings) <= process:
                     known.readings.append({})
                 known.readings[process][number] = file.get_tensor(f"{index}")
 
+        references = cls(sets.values())
         for name, rows in evaluation_sets(trainer.eval_dataset).items():
             references._recognise(name, rows, fingerprint_of_rows(trainer, rows))
         return references
@@ -187,7 +194,7 @@ class LastLayerReferences:
     def _recognise(self, name: str, rows: Any, data: str | None) -> None:
         """Note that the data set `rows` is the one that was read under this name, if it has the same fingerprint
         `data`."""
-        read = [sets[name] for sets in self._sets.values() if name in sets]
+        read = [known for known in self._sets if known.name == name]
         for known in read:
             if data is not None and known.data == data:
                 known.rows = rows
@@ -202,7 +209,7 @@ class LastLayerReferences:
         the set."""
         by_time = {}
         for reference in self.unpaired():
-            first = next(iter(self._sets[reference.name].values()))
+            first, *_ = self._at(reference.name)
             by_time[reference.name] = {
                 "loss": reference.loss,
                 "upper": reference.upper,

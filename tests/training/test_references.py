@@ -168,7 +168,8 @@ def test_of_a_large_set_some_batches_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(references, "MOST_ROWS", 21)
     trainer = make(tmp_path)
     trainer.train()
-    (reading,) = trainer._run.references._sets[START]["eval_dataset"].readings
+    (read,) = trainer._run.references._at(START)
+    (reading,) = read.readings
 
     assert list(reading) == [0, 4, 8] and [len(part) for part in reading.values()] == [7, 7, 7]
 
@@ -218,7 +219,7 @@ def test_a_reading_is_small_beside_training(tmp_path, monkeypatch, share, batche
     monkeypatch.setattr(references, "LEAST_ROWS", 1)
     monkeypatch.setattr(references, "SHARE_OF_TRAINING", share)
     trainer = fitted(make(tmp_path))
-    (read,) = trainer._run.references._sets[START].values()
+    (read,) = trainer._run.references._at(START)
     assert len(read.readings[0]) == batches
 
 
@@ -244,8 +245,8 @@ def test_persistent_workers_read_the_rows_of_each_set(tmp_path, several):
     )  # fmt: skip
     trainer.train()
     losses = {
-        name: read.readings[0][0][:, 0].mean().item()
-        for name, read in trainer._run.references._sets[START].items()
+        read.name: read.readings[0][0][:, 0].mean().item()
+        for read in trainer._run.references._at(START)
     }
     read = sets.values() if several else [sets["a"]]
     assert list(losses.values()) == pytest.approx(

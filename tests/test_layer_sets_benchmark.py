@@ -77,6 +77,16 @@ def test_an_exit_head_is_trained_from_the_kept_states(words, tmp_path):
     assert runs[0]["after"]["loss"] != runs[0]["before"]["loss"] != runs[1]["before"]["loss"]
 
 
+def test_all_layers_train_from_the_kept_states(words, tmp_path):
+    words[words.index("1-2,4")] = "1-2"
+    for given in ([], ["--train_all"]):
+        layer_sets.main([*words, "--exit_head", "affine", *given])
+    frozen, trained = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert trained["settings"] == {**frozen["settings"], "train_all": True}
+    assert trained["before"] == frozen["before"]
+    assert trained["after"]["loss"] != frozen["after"]["loss"]
+
+
 def test_kept_states_are_those_of_the_model_itself(words, monkeypatch):
     own = layer_sets.HealingTrainer.read_whole
     found = []

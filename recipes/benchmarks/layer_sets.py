@@ -212,6 +212,7 @@ def healed(
             args,
             layers=layers,
             exit_head=options.exit_head,
+            train_all=options.train_all,
             token_fraction=options.token_fraction,
             train_dataset=batches,
             data_collator=lambda made: made[0],
@@ -237,6 +238,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpaca", required=True, help="folder with train and test.parquet")
     parser.add_argument("--layers", required=True, help="layers to keep, such as 1-15,30")
     parser.add_argument("--exit_head", choices=EXIT_HEADS, help="train this behind the layers")
+    parser.add_argument("--train_all", action="store_true", help="train the layers below, too")
     parser.add_argument("--gaps", type=int, nargs="*", default=[], help="further gaps to keep")
     parser.add_argument("--states", help="file of what the whole model gave, to train from")
     parser.add_argument(
@@ -273,6 +275,8 @@ def main(argv: list[str] | None = None) -> None:
         settings["text"] = Path(options.text).parent.name
     if options.exit_head is not None:
         settings["exit_head"] = options.exit_head
+    if options.train_all:
+        settings["train_all"] = True
     result = Runs(options.output).get(settings, lambda: run(options, layers))
     for name in ("whole", "before", "after"):
         if name in result:

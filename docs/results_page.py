@@ -8,6 +8,7 @@ between the two lines by what `TABLES[NAME]` makes of the results. One number st
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -83,6 +84,7 @@ def place_of_arm(arm: str) -> tuple[int, str]:
 ARMS_IN_ORDER = (
     "plain", "plain training", "descent", "paper", "alpha 0.3", "layer 2 hard", "layer 3 hard",
     "exits at 10 and 15", "hinge", "deep supervision", "layerskip", "cut first",
+    "cut to 15 layers first", "cut to 10 layers first",
 )  # fmt: skip
 
 
@@ -248,15 +250,14 @@ def text_losses() -> str:
 
 
 def deep_classifier(what: str, layers=(5, 10, 15, 17, 20, 25, 29, 30)) -> str:
-    """Of SmolLM2's 30 layers those that show the course, the mean of two seeds."""
+    """Of SmolLM2's 30 layers those that show the course, the mean of two seeds; of a model that was cut first those
+    that it has."""
     names = {"descent": "constrained, default"}
-    rows = [
-        [
-            names.get(arm, arm),
-            *(mean([run["test"][what][layer - 1] for run in runs], 3) for layer in layers),
-        ]
-        for arm, (_, runs) in controlled("smollm2").items()
-    ]
+    rows = []
+    for arm, (_, runs) in controlled("smollm2").items():
+        course = [f"{value:.3f}" for value in np.mean([run["test"][what] for run in runs], axis=0)]
+        course += [""] * (max(layers) - len(course))
+        rows.append([names.get(arm, arm), *(course[layer - 1] for layer in layers)])
     return markdown(["training", *(f"layer {layer}" for layer in layers)], rows)
 
 
@@ -842,7 +843,7 @@ EVERY_ARM = (
 RIVALS = {
     "denoiser_one": ("ours", "ours_normalised", *EVERY_ARM[1:]),
     "denoiser_two": ("ours", "ours_one_more", *EVERY_ARM[1:]),
-    "minilm_one": ("ours", "fixed", "deep_supervision", "cut_first"),
+    "minilm_one": ("ours", "fixed", "deep_supervision", "layerskip", "sorted", "cut_first"),
     "minilm_two": ("ours", "fixed", "cut_first"),
 }
 MOST_EXITS = 2  # of what is asked
@@ -1002,26 +1003,29 @@ def one_model_each(arms: dict[str, list[dict]], depth: int) -> list[tuple]:
 
 
 def layer_sets() -> str:
-    """Language models with some of their layers, before and after healing; of other texts the perplexity."""
-    runs = sorted(lines_of("layer_sets.jsonl"), key=_order_of_layer_set)
-    header = ["model", "layers", "number", "steps of healing", "minutes of one core"]
+    """Language models with some of their layers, before and after healing; of other texts the perplexity. Runs that
+    differ in the seed alone are a line, which has their mean."""
+    lines = defaultdict(list)
+    for run in sorted(lines_of("layer_sets.jsonl"), key=_order_of_layer_set):
+        settings = {name: value for name, value in run["settings"].items() if name != "seed"}
+        lines[json.dumps(settings, sort_keys=True)].append(run)
+
+    header = ["model", "layers", "number", "steps of healing", "seeds", "minutes of one core"]
     header += ["loss, whole model = 1, before", "after healing"]
     header += ["same token, before", "same token, after"]
-    has_texts = any("text" in run for run in runs)
-    if has_texts:
-        header += ["perplexity, whole model", "perplexity, after"]
+    header += ["perplexity, whole model", "perplexity, after"]
 
     rows = []
-    for run in runs:
-        settings = run["settings"]
+    for runs in lines.values():
+        settings = runs[0]["settings"]
         layers = script("layer_sets").layers_in(settings["layers"])
         cells = [HEALED_MODELS[settings["model"]], f"{settings['layers']} kept", str(len(layers))]
-        cells += [str(settings["steps"]), f"{run['seconds'] / 60:.0f}"]
+        cells += [str(settings["steps"]), str(len(runs))]
+        cells.append(mean([run["seconds"] / 60 for run in runs], 0))
         for name in ("ratio", "agreement"):
-            cells += [_of_set(run, when, name) for when in ("before", "after")]
-        if has_texts:
-            texts = run.get("text", {})
-            cells += [_of_set(texts, when, "perplexity") for when in ("whole", "after")]
+            cells += [_of_sets(runs, when, name) for when in ("before", "after")]
+        texts = [run.get("text", {}) for run in runs]
+        cells += [_of_sets(texts, when, "perplexity") for when in ("whole", "after")]
         rows.append(cells)
     return markdown(header, rows)
 
@@ -1035,36 +1039,37 @@ def _order_of_layer_set(run: dict) -> tuple:
     return list(HEALED_MODELS).index(settings["model"]), number, settings["steps"]
 
 
-def _of_set(measures: dict, when: str, name: str) -> str:
-    """A measure in a cell, which stays empty where there is none."""
-    if when not in measures:
+def _of_sets(measures: list[dict], when: str, name: str) -> str:
+    """The mean of a measure in a cell, which stays empty where there is none."""
+    if when not in measures[0]:
         return ""
     digits = 1 if name == "perplexity" else 2
-    return f"{measures[when][name]:.{digits}f}"
+    return mean([of_run[when][name] for of_run in measures], digits)
 
 
 def exit_heads() -> str:
-    """stories260K with an exit head behind its first layers, at the best learning rate of each; 2 layers run."""
-    best = {}
+    """stories260K with an exit head, alone and with the layers below, at the rate that was run with every seed."""
+    arms = defaultdict(lambda: defaultdict(list))
     for run in lines_of("exit_heads.jsonl"):
         settings = run["settings"]
-        name = (settings["layers"], settings["exit_head"])
-        if name not in best or run["after"]["loss"] < best[name]["after"]["loss"]:
-            best[name] = run
+        arm = (settings["exit_head"], settings.get("train_all", False))
+        arms[arm][settings["rate"]].append(run)
 
     rows = []
-    for (layers, exit_head), run in best.items():
-        number = len(script("layer_sets").layers_in(layers))
-        if exit_head == "block":
-            number += 1
-        if number == 2:
-            cells = [exit_head]
-            cells += [f"{run[when]['ratio']:.2f}" for when in ("before", "after")]
-            rows.append([*cells, f"{run['after']['agreement']:.2f}"])
+    for arm in itertools.product(("norm", "affine", "block"), (False, True)):
+        exit_head, train_all = arm
+        runs = max(arms[arm].values(), key=len)
+        trained = "exit head"
+        if train_all:
+            trained = "all layers"
+        losses = [run["after"]["ratio"] for run in runs]
+        cells = [exit_head, trained, mean([run["before"]["ratio"] for run in runs], 2)]
+        cells += [mean(losses, 3), f"{np.std(losses, ddof=1):.3f}"]
+        cells.append(mean([run["after"]["agreement"] for run in runs], 2))
+        rows.append(cells)
 
-    header = ["exit head", "loss, whole model = 1, before", "after", "same token"]
-    order = ["norm", "affine", "block"]
-    return markdown(header, sorted(rows, key=lambda row: order.index(row[0])))
+    header = ["exit head", "trained", "loss, whole model = 1, before", "after"]
+    return markdown([*header, "standard deviation", "same token"], rows)
 
 
 ONE_MODEL = {

@@ -124,7 +124,7 @@ def child():
     [
         *((kind, kind == "mean of tokens") for kind in RUNS),
         ("tiled head", True),
-        ("sampled tokens", True),
+        pytest.param("sampled tokens", True, marks=pytest.mark.slow),
     ],
 )
 def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, spread, child, tmp_path):

@@ -137,18 +137,23 @@ def test_the_profile_is_that_of_the_shorter_models(name):
     np.testing.assert_allclose(profile.ratios, np.divide(expected, expected[0]), rtol=1e-5)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_the_interval_of_a_ratio_is_paired_and_of_rows(batch_size):
-    """By the delta method: the ratio of two means over rows is nearly a mean over rows."""
+@pytest.fixture(scope="module")
+def losses_of_rows():
+    """A model, 200 rows, and the loss of each row `[rows, 2]`: with all four layers, and without the third."""
     rows = classification_data(200, pad=False)
     model = spread(bert(num_layers=4))
+    losses = []
+    for kept in ([1, 2, 3, 4], [1, 2, 4]):
+        shorter = without(model, kept)
+        losses.append([mean_loss(shorter, [row]) for row in rows])
+    return model, rows, np.transpose(losses)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_the_interval_of_a_ratio_is_paired_and_of_rows(batch_size, losses_of_rows):
+    """By the delta method: the ratio of two means over rows is nearly a mean over rows."""
+    model, rows, losses = losses_of_rows
     profile = layer_set_profile(model, rows, [[1, 2, 4]], batch_size=batch_size)
-    losses = np.array(
-        [
-            [mean_loss(without(model, kept), [row]) for kept in ([1, 2, 3, 4], [1, 2, 4])]
-            for row in rows
-        ]
-    )
     whole, short = losses.mean(0)
     of_rows = short / whole + (losses[:, 1] - short / whole * losses[:, 0]) / whole
     lower, upper = confidence_limits(of_rows)

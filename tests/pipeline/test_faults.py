@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import time
+from functools import partial
 
 import psutil
 import pytest
@@ -20,7 +21,8 @@ from tiny.data import classification_data
 from tiny.models import bert
 from tiny.oracles import assert_equal_runs
 from tiny.training import InOrder, config, fitted, trained
-from transformers import TrainerCallback
+from transformers import TrainerCallback, trainer_jit_checkpoint
+from transformers.trainer_jit_checkpoint import CheckpointManager
 
 from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.constraints.saved_state import STATE_NAME
@@ -73,12 +75,12 @@ def forked(train):
 
 
 class Preempted(TrainerCallback):
-    """Is sent SIGTERM at step 5, and gives transformers the three seconds until it saves."""
+    """Is sent SIGTERM at step 5, and gives transformers the half second until it saves."""
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 class FullDisk(TrainerCallback):
@@ -96,8 +98,11 @@ IN_TIME.update(resilience_form="slack")
     [(Preempted, IN_TIME, range(6, 40), 0, ""), (FullDisk, {}, [5], 7, "too large")],
 )
 def test_stopped_by_sigterm_or_a_full_disk_and_resumed_equals_straight(
-    tmp_path, callback, changes, steps, code, said
+    tmp_path, monkeypatch, callback, changes, steps, code, said
 ):
+    monkeypatch.setattr(
+        trainer_jit_checkpoint, "CheckpointManager", partial(CheckpointManager, kill_wait=0.5)
+    )
     straight = fitted(make(tmp_path / "straight", **changes))
     ended, words = forked(lambda: make(tmp_path / "stopped", [callback()], **changes).train())
     assert ended == code and said in words.lower()

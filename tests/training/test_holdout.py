@@ -131,7 +131,7 @@ def test_held_out_rows_are_read_in_batches_of_the_size_that_was_found(tmp_path, 
     forward = trainer.model.forward
 
     def limited(input_ids, **inputs):
-        if len(input_ids) > 4:
+        if len(input_ids) > 7:
             raise RuntimeError("CUDA out of memory.")
         sizes.append(len(input_ids))
         return forward(input_ids=input_ids, **inputs)
@@ -139,7 +139,7 @@ def test_held_out_rows_are_read_in_batches_of_the_size_that_was_found(tmp_path, 
     monkeypatch.setattr(trainer.model, "forward", limited)
     trainer.train()
     assert trainer.state.global_step == 6
-    assert max(sizes) == 4
+    assert max(sizes) == 7
 
 
 def test_objectives_without_multipliers_leave_their_rows_alone(tmp_path):

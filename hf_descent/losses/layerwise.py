@@ -186,10 +186,13 @@ class ReplayedLosses:
         tokens = self._tokens(outputs, inputs)
         return BatchLosses(means, count, outputs, scores, rows, is_split, tokens)
 
-    @torch.no_grad()
     def _tokens(self, outputs, inputs) -> TokenStatistics | None:
         if not self._token_statistics:
             return None
+        with torch.no_grad():
+            return self._statistics(outputs, inputs)
+
+    def _statistics(self, outputs, inputs) -> TokenStatistics:
         logits, labels = self.task.predictions(outputs, inputs)
         labelled = labels != IGNORE_INDEX  # [batch, n]
         logits = logits[labelled].float()  # [tokens, vocab]

@@ -79,21 +79,28 @@ def run_together(
     tensor, such as a loss, that is one tensor `[layers, ...]`. Raises whatever `function` raises under `vmap`: it can
     neither read values nor branch on them.
     """
-    structure = pytree.tree_structure(layer_outputs[0])
-    columns = list(zip(*map(_leaves, layer_outputs)))  # one for each leaf, over the layers
+    columns, structure = _columns(layer_outputs)
     # What all layers hand on, such as the position bias of T5, stays one tensor.
     stacks = [_is_stacked(column) for column in columns]
     inputs = [torch.stack(column) for column, stacked in zip(columns, stacks) if stacked]
-    made = None
+    made = None  # where `function` returns no tensor: what it returns, and its structure
 
     def run(*stacked):
         nonlocal made
         stacked = iter(stacked)
-        answer = [
+        leaves = [
             next(stacked) if is_stacked else column[0]
             for column, is_stacked in zip(columns, stacks)
         ]
-        made = pytree.tree_flatten(function(pytree.tree_unflatten(answer, structure)))
+        if structure is None:
+            (answer,) = leaves
+        else:
+            answer = pytree.tree_unflatten(leaves, structure)
+
+        result = function(answer)
+        if isinstance(result, torch.Tensor):
+            return result
+        made = pytree.tree_flatten(result)
         return [value for value in made[0] if isinstance(value, torch.Tensor)]
 
     on_cpu = inputs[0].device.type == "cpu"
@@ -101,10 +108,15 @@ def run_together(
     with quick_loss, nullcontext() if on_cpu else SameDropout():
         all_results = torch.func.vmap(run, randomness="same")(*inputs)
 
-    # `made` has the places of the tensors, and what is none.
-    values, structure = made
-    if structure.is_leaf() and all_results:
-        return all_results[0]
+    if made is None:
+        return all_results
+    return _results_of_layers(all_results, *made)
+
+
+def _results_of_layers(
+    all_results: list[torch.Tensor], values: list[Any], structure: pytree.TreeSpec
+) -> list[Any]:
+    """The results of each layer: in the places of the tensors among the `values`, parts of those of all layers."""
     are_tensors = [isinstance(value, torch.Tensor) for value in values]
     results = []
     for own in zip(*(tensor.unbind() for tensor in all_results)):
@@ -147,11 +159,12 @@ def bytes_of(tree: Any) -> int:
     )
 
 
-def _leaves(tree: Any) -> list[Any]:
-    """What nested containers hold, in order."""
-    if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
-        return [tree]
-    return pytree.tree_leaves(tree)
+def _columns(layer_outputs: Sequence[Any]) -> tuple[list[Sequence[Any]], pytree.TreeSpec | None]:
+    """What the outputs hold, one column over the layers for each leaf, and their structure; `None` of tensors."""
+    if isinstance(layer_outputs[0], torch.Tensor):  # what most layers return
+        return [layer_outputs], None
+    leaves = [pytree.tree_leaves(output) for output in layer_outputs]
+    return list(zip(*leaves)), pytree.tree_structure(layer_outputs[0])
 
 
 def _is_stacked(column: Sequence[Any]) -> bool:
@@ -161,10 +174,8 @@ def _is_stacked(column: Sequence[Any]) -> bool:
 
 def _alike(layer_outputs) -> bool:
     """Whether outputs can be stacked: the same containers with tensors of one shape, type and device."""
-    first = layer_outputs[0]
-    if isinstance(first, torch.Tensor):
-        kind = _kind(first)
-        return all(_kind(output) == kind for output in layer_outputs)
+    if all(isinstance(output, torch.Tensor) for output in layer_outputs):
+        return len({(output.shape, output.dtype, output.device) for output in layer_outputs}) == 1
     kinds = []
     for output in layer_outputs:
         leaves, structure = pytree.tree_flatten(output)

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import contextmanager
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -10,9 +11,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 
-_devices = (
-    WeakKeyDictionary()
-)  # model -> (its first parameter, the device of that, what `accelerators` found)
+_devices: WeakKeyDictionary = WeakKeyDictionary()  # model -> `_Devices`
+
+
+class _Devices(NamedTuple):
+    """What `accelerators` found, and the parameter that shows whether it still holds."""
+
+    parameters: dict[str, torch.nn.Parameter | None]  # of the first module that has any
+    name: str  # of the first of them
+    first: torch.nn.Parameter
+    device: torch.device  # of the first
+    accelerators: list[torch.device]
 
 
 def accelerators(model) -> list[torch.device]:
@@ -21,14 +30,20 @@ def accelerators(model) -> list[torch.device]:
     Kept from step to step, since the search through all modules takes longer than a kernel; found anew once a wrapper
     has put other parameters in their place, or the model has moved.
     """
-    first = next(model.parameters(), None)
-    if first is None:
-        return []
-    known, device, devices = _devices.get(model, (None, None, None))
-    if known is not first or device != first.device:
-        devices = _accelerators_of(list(model.parameters()))
-        _devices[model] = (first, first.device, devices)
-    return devices
+    known = _devices.get(model)
+    if known is not None:
+        first = known.parameters.get(known.name)
+        if first is known.first and first.device == known.device:
+            return known.accelerators
+
+    for module in model.modules():
+        for name, first in module._parameters.items():
+            if first is not None:
+                devices = _accelerators_of(list(model.parameters()))
+                _devices[model] = _Devices(module._parameters, name, first, first.device, devices)
+                return devices
+
+    return []
 
 
 def _accelerators_of(parameters: list[torch.nn.Parameter]) -> list[torch.device]:

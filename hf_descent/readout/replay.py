@@ -326,13 +326,13 @@ class _Call:
         """(layers that are read together, whether with gradient) pairs; the last layer stays alone."""
         # Outputs with gradient are read one by one: parts of a batch cannot be written into.
         is_batched = self._score is not None or not torch.is_grad_enabled()
-        bytes_made = bytes_of(self._outputs)
         pairs = []
         for has_grad in (True, False):
             chosen = [layer for layer in layers if (layer not in no_grad_layers) == has_grad]
             below = [layer for layer in chosen if layer < self._readout.num_layers]
             parts = [[layer] for layer in below]
-            if is_batched and self._readout.is_batched:
+            if is_batched and self._readout.is_batched and len(below) > 1:
+                bytes_made = bytes_of(self._outputs)
                 keeps = has_grad and torch.is_grad_enabled()
                 parts = groups(self._tape.layer_outputs, below, bytes_made, keeps)
             if len(chosen) > len(below):

@@ -19,6 +19,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
+from transformers.utils import ModelOutput
 
 from ..compat import CHECKPOINT_FUNCTION, capturing_hooks_removed, checkpoint_function
 
@@ -45,6 +46,8 @@ class LayerStack:
 
     def hidden_state(self, layer_output) -> torch.Tensor:
         """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""
+        if isinstance(layer_output, torch.Tensor):
+            return layer_output
         return tensors(layer_output)[self.hidden_index]
 
 
@@ -166,26 +169,40 @@ def intercepted(modules, handler):
     Both entrances are wrapped on the INSTANCE: what `__call__` runs, outside of the module's hooks, so that an
     answered module neither fires them nor gathers its shards; and `forward`, which SqueezeBERT calls directly.
     """
-    originals = []
+    originals = intercept(modules, handler)
     try:
-        for module in modules:
-            entrance = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
-            for attribute in (entrance, "forward"):
-                originals.append((module.__dict__, attribute, module.__dict__.get(attribute)))
-                module.__dict__[attribute] = partial(handler, module, getattr(module, attribute))
-
-            checkpoint = checkpoint_function(module, handler)
-            if checkpoint is not None:
-                attribute = CHECKPOINT_FUNCTION
-                originals.append((module.__dict__, attribute, module.__dict__[attribute]))
-                module.__dict__[attribute] = checkpoint
         yield
     finally:
-        for instance, attribute, original in originals:
-            if original is None:
-                instance.pop(attribute, None)
-            else:
-                instance[attribute] = original
+        restore(originals)
+
+
+def intercept(modules, handler):
+    """As `intercepted`, until `restore` puts back what is returned."""
+    originals = []
+    for module in modules:
+        entrance = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+        for attribute in (entrance, "forward"):
+            originals.append((module.__dict__, attribute, module.__dict__.get(attribute)))
+            module.__dict__[attribute] = partial(handler, module, getattr(module, attribute))
+
+        original = module.__dict__.get(CHECKPOINT_FUNCTION)
+        if original is None:
+            continue
+        checkpoint = checkpoint_function(module, handler)
+        if checkpoint is not None:
+            originals.append((module.__dict__, CHECKPOINT_FUNCTION, original))
+            module.__dict__[CHECKPOINT_FUNCTION] = checkpoint
+
+    return originals
+
+
+def restore(originals):
+    """Put back what was in dicts, given as (dict, key, value); a value of `None` was not there."""
+    for place, key, original in originals:
+        if original is None:
+            place.pop(key, None)
+        else:
+            place[key] = original
 
 
 class Call(NamedTuple):
@@ -247,6 +264,10 @@ def tensors(tree) -> list[torch.Tensor]:
     """The tensors of a nested tuple, list, dict or ModelOutput, in order."""
     if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
         return [tree]
+    if isinstance(tree, ModelOutput) and all(
+        isinstance(part, torch.Tensor) for part in tree.values()
+    ):
+        return list(tree.values())
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,31 +1,31 @@
 """One forward on record, and its replays, as `replay.py` explains them."""
 
 import sys
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
-from unittest import mock
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from . import random_state
-from .stack import intercepted, map_tensors, present_autocast
+from .stack import intercept, map_tensors, present_autocast, restore
 
 
 # Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
 _EXTRA_OUTPUTS = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
 
-_noise_disabled = False
+_takes_noise = True
+_NOISE = (sys.modules[__name__], "_takes_noise")
 
 
 def noise_is_disabled() -> bool:
     """Whether a replay or a probe runs, which takes no input noise."""
-    return _noise_disabled
+    return not _takes_noise
 
 
 def noise_disabled():
     """No input noise inside: its draws belong to the forward that counts."""
-    return assigned([(sys.modules[__name__], "_noise_disabled")], True)
+    return assigned([_NOISE], False)
 
 
 @contextmanager
@@ -54,7 +54,10 @@ class Tape:
         self.devices = random_state.accelerators(model)
         self.modules = stack.layers if layers_only else stack.neighbours
         # A mask depends on whether there is padding; were each replay to ask, it would wait for the device.
-        self.mask_makers = {} if layers_only else dict(ALL_MASK_ATTENTION_FUNCTIONS)
+        self.mask_makers = {}
+        if not layers_only:
+            masks = ALL_MASK_ATTENTION_FUNCTIONS
+            self.mask_makers = {**masks._global_mapping, **masks._local_mapping}
         self.replays = not layers_only
         self.autocast = None  # that of the last layer, which a readout that is no replay needs
         self.layer_ids = {id(layer) for layer in stack.layers}
@@ -62,12 +65,12 @@ class Tape:
         self.give = self.give_within_stack = clone if stack.clones else _rewrapped
 
     def record(self):
-        self._wrappers = ExitStack()
-        self._wrappers.enter_context(intercepted(self.modules, self._call))
-        wrapped = {name: partial(self._call, make, make) for name, make in self.mask_makers.items()}
-        self._wrappers.enter_context(
-            mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, wrapped)
-        )
+        self._originals = intercept(self.modules, self._call)
+        masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
+        for name, make in self.mask_makers.items():
+            self._originals.append((masks, name, masks.get(name)))
+            masks[name] = partial(self._call, make, make)
+
         self.answers = {id(called): [] for called in (*self.modules, *self.mask_makers.values())}
         self.layer_outputs = []
         self.random_states = None
@@ -106,20 +109,18 @@ class Tape:
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
         if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
-        self._begin("idle")
-        states = random_state.preserved(self.devices, self.torch_only)
-        with (
-            states,
-            switched_off(self.off_in_replay),
-            noise_disabled(),
-            assigned([(self, "phase")], "replay"),
-        ):
-            # Not `__call__`: the root's hooks have had their turn.
-            return self.model.forward(*args, **kwargs)
+        off = [_NOISE, *_that_are_on(self.off_in_replay)]
+        with random_state.preserved(self.devices, self.torch_only), assigned(off, False):
+            self._begin("replay")
+            try:
+                # Not `__call__`: the root's hooks have had their turn.
+                return self.model.forward(*args, **kwargs)
+            finally:
+                self.phase = "idle"
 
     def close(self):
         if self.phase is not None:
-            self._wrappers.close()
+            restore(self._originals)
             self.phase = None
             self.answers = self.layer_outputs = self.answer = self.pending = None
             self.random_states = None
@@ -202,7 +203,8 @@ def taped(tape, on_record):
 
 
 def _check_layerdrop(model, stack):
-    rates = [getattr(owner, "layerdrop", 0.0) for owner in (model, *stack.dropping)]
+    rates = [getattr(owner, "layerdrop", 0.0) for owner in stack.dropping]
+    rates.append(vars(model).get("layerdrop"))
     if any(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError(
             f"{type(model).__name__} drops whole layers in training. Set layerdrop (encoder_layerdrop, "
@@ -224,11 +226,18 @@ def config_flags(modules, names):
 
 def switched_off(flags):
     """The flags that are on, of pairs as from [`off_in_replay`] or [`config_flags`], are off inside."""
-    return assigned(
-        [(owner, name) for owner, name in flags if getattr(owner, name, False) is True], False
-    )
+    return assigned(_that_are_on(flags), False)
 
 
-# A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower.
-_rewrapped = partial(map_tensors, lambda tensor: tensor)
+def _that_are_on(flags):
+    return [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
+
+
+def _rewrapped(output):
+    """A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower."""
+    if output is None or isinstance(output, torch.Tensor):
+        return output
+    return map_tensors(lambda tensor: tensor, output)
+
+
 clone = partial(map_tensors, torch.clone)

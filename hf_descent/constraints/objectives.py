@@ -57,10 +57,10 @@ def weighted_sum(
 
     def value(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         factors = weights(layer_losses.device)
-        # A loss that is not finite would make 0 * inf.
-        losses = torch.where(factors != 0, layer_losses, 0.0)
+        if len(trained) < len(factors):  # a loss that is not finite would make 0 * inf
+            layer_losses = torch.where(factors != 0, layer_losses, 0.0)
         # Not by `@`: under autocast, as in a custom loop, it would run in half precision.
-        return (factors * losses).sum()
+        return (factors * layer_losses).sum()
 
     return StepObjective(value, weighted, trained, weights)
 

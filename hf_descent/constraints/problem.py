@@ -19,6 +19,8 @@ Conventions, stated once for the whole package:
 - multipliers and violations have shape `[rows]`. If there are descent, steps or line constraints, the first L rows
   belong to the layers (a layer without a constraint has violation 0 and multiplier 0); then come the exits, then the
   bounds;
+- what only constraints have has shape `[constraints]`, in the same order. It is shorter by the rows of layers without
+  a constraint;
 - the violation of a constraint is g = f_l - c f_ref: `g <= 0` is satisfied;
 - f_0 (`initial_loss_bound`) is a fixed reference value, the loss of a constant prediction. It takes the place of the
   loss before the first constrained layer. Without it a model could meet the constraints by raising its early losses;
@@ -64,12 +66,12 @@ ARGUMENTS = (  # the arguments of a problem, as they are saved; version 0.1 has 
 )  # fmt: skip
 
 
-class Row(NamedTuple):
+class Constraint(NamedTuple):
     """One constraint, f_layer <= factor (level / f_0)^power f_reference."""
 
     name: str  # in logs and files: "3", "exit_3" or "bound_3"
     kind: str  # "descent", "steps", "line", "exit" or "bound"
-    index: int  # its place in multipliers and violations
+    index: int  # its row in multipliers and violations
     layer: int  # 1-based
     reference: int  # 0 for f_0, l for the loss of layer l, L + 1 for the number 1
     factor: float = 1.0
@@ -87,8 +89,8 @@ class Row(NamedTuple):
 
     @property
     def least_share(self) -> float:
-        """The least factor by which a margin may multiply the loss that is asked for. By that of an exit, it becomes
-        f_L. 1 means that no margin applies."""
+        """A margin multiplies the loss that is asked for by 1 - margin, but by no less than this. For an exit it is
+        1 / (1 + eps), with which the exit asks for f_L itself. 1 means that no margin applies."""
         if self.kind == "exit":
             return 1 / self.factor
         if self.kind == "bound":
@@ -108,9 +110,9 @@ class _Constants:
     is_target: Any
     is_fixed: Any
     follows: Any  # whether it depends on f_L, as line and steps do
-    # [rows], for each row the index of its constraint in `DescentProblem.rows`. A row without a constraint has the
-    # length of that list, where `_over_rows` appends `nothing`.
-    row: Any
+    # [rows], for each row the place of its constraint among the constraints. A row without one has the place after
+    # the last, where `_over_rows` appends `nothing`.
+    place_of_row: Any
     ends: Any  # [2], f_0 and 1
     nothing: Any  # [1], 0
 
@@ -149,8 +151,9 @@ class DescentProblem:
             b_k > 0 by layer k, in units of the task loss.
 
     Attributes:
-        rows (`list[Row]`): the constraints, each with its `index` in multipliers and violations.
-        num_rows (`int`): length of multipliers and violations; it counts the rows without a constraint, too.
+        constraints (`list[Constraint]`): each with its `index` in multipliers and violations.
+        num_rows (`int`): length of multipliers and violations. It counts the layers without a constraint, too, so it
+            may be larger than the number of constraints.
         layers (`list[int]`): the layers that have a constraint, 1-based and increasing.
 
     ValueError names the argument, its value and the remedy if an argument is out of range. The methods raise it if
@@ -184,29 +187,35 @@ class DescentProblem:
         self.exit_targets = check_targets("exit_targets", exit_targets, num_layers)
         self.loss_targets = check_targets("loss_targets", loss_targets, num_layers)
 
-        self.rows = [*self._layer_rows(), *self._target_rows()]
-        if not self.rows:
+        self.constraints = [*self._layer_constraints(), *self._target_constraints()]
+        if not self.constraints:
             raise ValueError(
                 f"No layer has a constraint: `constrained_layers` is {constrained_layers}, nothing is asked of the "
                 f"last of the {num_layers} layers, and there are no targets. Give targets, or name other layers."
             )
 
         self.num_rows = self._num_layer_rows + len(self.exit_targets) + len(self.loss_targets)
-        self.layers = sorted({row.layer for row in self.rows})
-        self._index = [row.index for row in self.rows]
+        self.layers = sorted({constraint.layer for constraint in self.constraints})
+        # [constraints], the row of each.
+        self._rows_of_constraints = [constraint.index for constraint in self.constraints]
         self._arrays = self._constants()
         # The derivatives of violations in the losses of their own layers, `[rows, L]`.
         self._own_slopes = np.zeros((self.num_rows, num_layers))
-        self._own_slopes[self._index, self._arrays.layer] = 1.0
+        self._own_slopes[self._rows_of_constraints, self._arrays.layer] = 1.0
         self._has_own_alone = bool(self._arrays.is_fixed.all())
         self._tensors: dict[tuple, _Constants] = {}  # by type and device
+
+    @property
+    def rows(self) -> list[Constraint]:
+        """The `constraints`, by the name that verdicts have for them."""
+        return self.constraints
 
     @property
     def _num_layer_rows(self) -> int:
         """The number of rows before those of the targets: one per layer, or none."""
         return 0 if self.alpha is None else self.num_layers
 
-    def _layer_rows(self) -> Iterator[Row]:
+    def _layer_constraints(self) -> Iterator[Constraint]:
         if self.alpha is None:
             return
         reference = 0
@@ -214,37 +223,41 @@ class DescentProblem:
             if self.alpha == "line":
                 power = self.descent_strength * layer / self.num_layers
                 if layer < self.num_layers:  # the last layer lies on the line
-                    yield Row(f"{layer}", "line", layer - 1, layer, 0, power=power)
+                    yield Constraint(f"{layer}", "line", layer - 1, layer, 0, power=power)
             elif self.alpha == "steps":
                 power = self.descent_strength / len(self.constrained_layers)
-                yield Row(f"{layer}", "steps", layer - 1, layer, reference, power=power)
+                yield Constraint(f"{layer}", "steps", layer - 1, layer, reference, power=power)
             else:
                 factor = 1.0 - self.alpha[layer - 1]
-                yield Row(f"{layer}", "descent", layer - 1, layer, reference, factor)
+                yield Constraint(f"{layer}", "descent", layer - 1, layer, reference, factor)
             reference = layer
 
-    def _target_rows(self) -> Iterator[Row]:
+    def _target_constraints(self) -> Iterator[Constraint]:
         index = count(self._num_layer_rows)
         for layer, share in self.exit_targets.items():
-            yield Row(f"exit_{layer}", "exit", next(index), layer, self.num_layers, 1.0 + share)
+            yield Constraint(
+                f"exit_{layer}", "exit", next(index), layer, self.num_layers, 1.0 + share
+            )
         for layer, loss in self.loss_targets.items():
-            yield Row(f"bound_{layer}", "bound", next(index), layer, self.num_layers + 1, loss)
+            yield Constraint(
+                f"bound_{layer}", "bound", next(index), layer, self.num_layers + 1, loss
+            )
 
     def _constants(self) -> _Constants:
-        rows = self.rows
-        place_of_row = np.full(self.num_rows, len(rows))
-        place_of_row[self._index] = np.arange(len(rows))
+        constraints = self.constraints
+        place_of_row = np.full(self.num_rows, len(constraints))
+        place_of_row[self._rows_of_constraints] = np.arange(len(constraints))
 
         return _Constants(
-            layer=np.array([row.layer - 1 for row in rows]),
-            reference=np.array([row.reference for row in rows]),
-            factor=np.array([row.factor for row in rows]),
-            power=np.array([row.power for row in rows]),
-            least_share=np.array([row.least_share for row in rows]),
-            is_target=np.array([row.is_target for row in rows]),
-            is_fixed=np.array([row.has_fixed_reference for row in rows]),
-            follows=np.array([row.power != 0 for row in rows]),
-            row=place_of_row,
+            layer=np.array([constraint.layer - 1 for constraint in constraints]),
+            reference=np.array([constraint.reference for constraint in constraints]),
+            factor=np.array([constraint.factor for constraint in constraints]),
+            power=np.array([constraint.power for constraint in constraints]),
+            least_share=np.array([constraint.least_share for constraint in constraints]),
+            is_target=np.array([constraint.is_target for constraint in constraints]),
+            is_fixed=np.array([constraint.has_fixed_reference for constraint in constraints]),
+            follows=np.array([constraint.power != 0 for constraint in constraints]),
+            place_of_row=place_of_row,
             ends=np.array([self.initial_loss_bound, 1.0]),
             nothing=np.zeros(1),
         )
@@ -347,14 +360,14 @@ class DescentProblem:
 
     def max_violation(self, layer_losses: torch.Tensor) -> torch.Tensor:
         """The largest violation of a constraint, in units of the loss; a scalar tensor."""
-        return self.violations(layer_losses)[self._index].max()
+        return self.violations(layer_losses)[self._rows_of_constraints].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
         """Whether the constraints are met, within their tolerances or `tol`, and their layers and the last one are not
         at chance. It is a point estimate, without a confidence interval."""
         beyond, learned = self.excess(layer_losses)
         if tol is not None:
-            beyond = self.violations(layer_losses)[self._index] - tol
+            beyond = self.violations(layer_losses)[self._rows_of_constraints] - tol
         return bool((beyond <= 0).all() & (learned < 0).all())
 
     def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -367,7 +380,7 @@ class DescentProblem:
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         _, tolerances = self.bounds(losses)
-        beyond = (self.violations(losses) - tolerances)[self._index]
+        beyond = (self.violations(losses) - tolerances)[self._rows_of_constraints]
         judged = torch.cat([losses[self._like(losses).layer], losses[-1:]])  # [constraints + 1]
         return beyond, judged - AT_CHANCE * self.chance
 
@@ -418,14 +431,15 @@ class DescentProblem:
         if detach or self._has_own_alone:
             return self._own_slopes
 
-        # Rows that refer to the loss of a layer have a second entry.
+        # Constraints that refer to the loss of a layer have a second entry.
         constants = self._arrays
+        refers = ~constants.is_fixed & (constants.reference > 0)  # [constraints]
+        factors = constants.factor * ratio**constants.power  # [constraints]
+        rows = np.array(self._rows_of_constraints)[refers]
+        columns = constants.reference[refers] - 1
+
         slopes = self._own_slopes.copy()
-        refers = ~constants.is_fixed & (constants.reference > 0)
-        rows = np.flatnonzero(refers)
-        factors = constants.factor * ratio**constants.power
-        columns = constants.reference[rows] - 1
-        slopes[np.array(self._index)[rows], columns] = -factors[rows]
+        slopes[rows, columns] = -factors[refers]
         return slopes
 
     def _is_between(self, level: float) -> bool:
@@ -441,7 +455,7 @@ class DescentProblem:
     def _over_rows(self, values: Values) -> Values:
         """Values `[constraints]`, each in the row of its constraint; 0 in the other rows. `[rows]`."""
         constants = self._like(values)
-        return _library(values).concatenate([values, constants.nothing])[constants.row]
+        return _library(values).concatenate([values, constants.nothing])[constants.place_of_row]
 
     def _like(self, values: Values) -> _Constants:
         """The constants as arrays, or as tensors of the type and on the device of `values`."""

@@ -104,9 +104,10 @@ class DualReports:
             logs.update(_numbered("dual_layer_loss", losses))
 
         violations = problem.violations(losses, dual.level())
-        for row in problem.rows:
-            logs[f"violation_{row.name}"] = violations[row.index].item()
-            logs[f"multiplier_{row.name}"] = multipliers[row.index].item()
+        for constraint in problem.constraints:
+            row = constraint.index
+            logs[f"violation_{constraint.name}"] = violations[row].item()
+            logs[f"multiplier_{constraint.name}"] = multipliers[row].item()
 
         is_active = not dual.inactive(step)
         if is_active and dual.objective.is_linear:
@@ -152,7 +153,7 @@ class DualReports:
             logger.info(f"{steps} every constraint is within its tolerance.\n{table}")
         elif dual.objective.moves_multipliers and has_learned:
             advice = f"Ask for less ({self._ways_to_ask_less()}), or train longer."
-            if any(losses[row.layer - 1] >= at_chance for row in problem.rows):
+            if any(losses[layer - 1] >= at_chance for layer in problem.layers):
                 advice = f"Constrained layers are at chance. {advice_at_chance or advice}"
             if not ascent.multipliers.values.any():
                 advice = "All multipliers are 0, so no constraint acts yet: train longer."
@@ -174,14 +175,15 @@ class DualReports:
 
         titles = ("constraint", "asked", "reached", "tolerance", "multiplier")
         lines = [_line(titles)]
-        for row in problem.rows:
+        for constraint in problem.constraints:
+            row = constraint.index
             numbers = (
-                asked[row.index].item(),
-                losses[row.layer - 1].item(),
-                tolerances[row.index].item(),
-                multipliers[row.index],
+                asked[row].item(),
+                losses[constraint.layer - 1].item(),
+                tolerances[row].item(),
+                multipliers[row],
             )
-            lines.append(_line([row.name, *(f"{number:.4g}" for number in numbers)]))
+            lines.append(_line([constraint.name, *(f"{number:.4g}" for number in numbers)]))
 
         if self._dual.args.layer_rows is None:  # targets alone ask for no descent
             return "\n".join(lines)
@@ -252,4 +254,4 @@ def _numbered(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _largest(violations: np.ndarray, problem: DescentProblem) -> float:
-    return max(violations[row.index].item() for row in problem.rows)
+    return max(violations[constraint.index].item() for constraint in problem.constraints)

@@ -242,7 +242,7 @@ class DualState:
             return
 
         states_its_own = self.problem is not None and building.changes_problem(self.args)
-        if states_its_own and self.problem.rows != saved.rows:
+        if states_its_own and self.problem.constraints != saved.constraints:
             return  # the multipliers are those of other constraints
         if not states_its_own:
             self._take_problem(saved)
@@ -272,7 +272,8 @@ class DualState:
         if self.problem is not None:
             summary.update(self.problem.state_dict())
             summary["multipliers_by_row"] = {
-                row.name: multipliers[row.index] for row in self.problem.rows
+                constraint.name: multipliers[constraint.index]
+                for constraint in self.problem.constraints
             }
 
         if self.held_out is not None:

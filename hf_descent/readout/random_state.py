@@ -2,7 +2,6 @@
 
 import random
 from contextlib import contextmanager
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -11,17 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 
-_devices: WeakKeyDictionary = WeakKeyDictionary()  # model -> `_Devices`
-
-
-class _Devices(NamedTuple):
-    """What `accelerators` found, and the parameter that shows whether it still holds."""
-
-    parameters: dict[str, torch.nn.Parameter | None]  # of the first module that has any
-    name: str  # of the first of them
-    first: torch.nn.Parameter
-    device: torch.device  # of the first
-    accelerators: list[torch.device]
+# model -> (the parameters of its first module that has any, the name of the first of them, that parameter, its device,
+# what `accelerators` found)
+_devices: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def accelerators(model) -> list[torch.device]:
@@ -30,17 +21,16 @@ def accelerators(model) -> list[torch.device]:
     Kept from step to step, since the search through all modules takes longer than a kernel; found anew once a wrapper
     has put other parameters in their place, or the model has moved.
     """
-    known = _devices.get(model)
-    if known is not None:
-        first = known.parameters.get(known.name)
-        if first is known.first and first.device == known.device:
-            return known.accelerators
+    if model in _devices:
+        parameters, name, first, device, devices = _devices[model]
+        if parameters.get(name) is first and first.device == device:
+            return devices
 
     for module in model.modules():
         for name, first in module._parameters.items():
             if first is not None:
                 devices = _accelerators_of(list(model.parameters()))
-                _devices[model] = _Devices(module._parameters, name, first, first.device, devices)
+                _devices[model] = (module._parameters, name, first, first.device, devices)
                 return devices
 
     return []

@@ -50,7 +50,7 @@ LAST = (
 LAST += ("bert.pooler", "dropout", "classifier")
 SPREAD = dict.fromkeys(FIRST, "cpu") | dict.fromkeys(LAST, f"{ACCELERATOR}:0")
 SETTINGS = {
-    "max_steps": 6,
+    "max_steps": 4,
     "per_device_train_batch_size": 4,
     "save_strategy": "no",
     "report_to": [],

@@ -134,6 +134,7 @@ def test_a_ready_made_readout_is_saved_as_it_was_measured(tmp_path, name, poolin
     torch.testing.assert_close(logits_of(auto_class.from_pretrained(tmp_path / "cut"), data), read)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_it_without_remote_code(tmp_path):
     set_seed(0)
     trainer = trained(bert(), config(tmp_path), train_dataset=TEXTS, readout="mean")

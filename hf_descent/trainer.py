@@ -547,21 +547,26 @@ class DescentMixin:
                 self._run.add_batch(losses, inputs)
 
     def _measured_prediction(self, predict, model, inputs, prediction_loss_only):
-        """The prediction of a batch, whose layer losses are added to those of the evaluation."""
+        """The prediction of a batch, whose layer losses are added to those of the evaluation.
+
+        `compute_loss` adds them, and `predict` calls it. There are two exceptions. If the batch repeats rows, what was
+        added is taken back. Where Seq2SeqTrainer calls the model itself to generate, `compute_loss` is not called. In
+        both cases the batch is read once more.
+        """
         counted = evaluation.counted_rows(self, inputs)
-        batches = self._run.totals.batches
-        with self._run.counting(counted.are_all):
+        batches_before = self._run.totals.batches
+        with self._run.taking_back_unless(counted.are_all):
             if prediction_loss_only:
                 loss = self._evaluate_batch(model, self._prepare_inputs(inputs))
                 prediction = (loss, None, None)
             else:
                 prediction = predict()
-        if self._run.totals.batches > batches:
+        was_added = self._run.totals.batches > batches_before
+        if was_added:
             return prediction
 
-        # The batch was not counted: it repeats rows, or Seq2SeqTrainer calls the model itself to generate, without
-        # `compute_loss`. It is read once more, also if no row counts, since other processes wait for the model.
-        with self._run.counting(not counted.are_none):
+        # Also if no row counts, since other processes wait for the model.
+        with self._run.taking_back_unless(not counted.are_none):
             self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
         return prediction
 

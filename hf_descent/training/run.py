@@ -219,8 +219,8 @@ class DescentRun:
         self.totals = self.totals.plus(losses, labels)
 
     @contextlib.contextmanager
-    def counting(self, counts: bool) -> Iterator[None]:
-        """Within it, batches are added to the present evaluation only if that `counts`."""
+    def taking_back_unless(self, counts: bool) -> Iterator[None]:
+        """What is added to the present evaluation within it is taken back at the end, unless it `counts`."""
         before = self.totals
         yield
         if not counts:

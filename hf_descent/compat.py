@@ -96,7 +96,8 @@ def scaled_for_accumulation(
     """The loss of a micro-batch, so that the micro-batches of a step add up to what they should.
 
     `is_scaled` says that they add up already; else each is a mean, which Trainer has to divide by their number.
-    Trainer asks its attribute `loss_is_scaled_for_ga` for that. Older ones have a rule of their own instead.
+    Trainer asks its attribute `loss_is_scaled_for_ga` for that: it is set here, and the loss stays as it is. Older
+    ones have a rule of their own instead, so the loss is multiplied by what they get wrong.
     """
     if hasattr(Trainer, "loss_is_scaled_for_ga"):
         trainer.loss_is_scaled_for_ga = is_scaled

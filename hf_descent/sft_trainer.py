@@ -112,7 +112,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     # ---- one micro-batch ----
 
     @property
-    def _scales_losses(self) -> bool:
+    def _may_scale_losses(self) -> bool:
         return self._kind.trains_layers  # TRL divides plain losses by the items of the whole step
 
     def _prepare_inputs(self, inputs):

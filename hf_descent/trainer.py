@@ -164,8 +164,9 @@ class DescentMixin:
         return RunKind.of(self, self._readout)
 
     @property
-    def _scales_losses(self) -> bool:
-        """Whether this class, and not Trainer, divides the loss of a micro-batch by the items of the whole step.
+    def _may_scale_losses(self) -> bool:
+        """Whether this class may have to scale losses by the items of the whole step, so that it counts them. The
+        table of [`StepTotals`] says who scales which loss.
 
         Trainer's own division is wrong for losses that ignore `num_items_in_batch`.
         """
@@ -192,7 +193,7 @@ class DescentMixin:
             num_items = None
 
         items = None
-        if self._scales_losses:
+        if self._may_scale_losses:
             items = items_of_step(self.accelerator, self._run.task, batches)
         self._run.begin_step(StepTotals(self.state.global_step, items, self.args.world_size))
         return batches, num_items
@@ -240,16 +241,16 @@ class DescentMixin:
         return (self.args.process_index, self._run.totals.batches)
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
-        """Trainer's own loss. In training, this class scales it if it is a mean over the micro-batch."""
-        is_mean = self._is_mean(inputs, num_items_in_batch)
+        """Trainer's own loss. In training, this class scales it where Trainer would not do so rightly."""
+        is_scaled_here = self._scales_plain_loss(inputs, num_items_in_batch)
         items = num_items_in_batch
-        if is_mean:
+        if is_scaled_here:
             items = None  # if Trainer saw the items, it would multiply this mean by the number of processes
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, items)
 
         with self.noise_of_micro_batch():
-            if not is_mean:
+            if not is_scaled_here:
                 return super().compute_loss(model, inputs, return_outputs, items)
             # Before the loss, which may take the labels out of the batch.
             share = self._run.step.share(self._run.task.count(inputs))
@@ -259,11 +260,11 @@ class DescentMixin:
         loss = self._for_trainer(part, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _is_mean(self, inputs, num_items_in_batch) -> bool:
-        """Whether a loss of plain training is a mean over the micro-batch that this class has to scale: Trainer gives
-        the loss no items, or the loss ignores them."""
+    def _scales_plain_loss(self, inputs, num_items_in_batch) -> bool:
+        """Whether this class has to scale a loss of plain training. Such a loss is a mean over the micro-batch:
+        Trainer gives it no items, or it ignores them."""
         task = self._run.task
-        if task is None or not self._scales_losses:
+        if task is None or not self._may_scale_losses:
             return False
         if not evaluation.is_labelled(inputs, self.label_names):
             return False
@@ -272,7 +273,7 @@ class DescentMixin:
     def training_step(self, *args, **kwargs):
         step = self._run.step
         read_before = step.micro_batches
-        with own_scaling(self):
+        with own_scaling(self):  # `compute_loss` may set `loss_is_scaled_for_ga`
             loss = super().training_step(*args, **kwargs)
 
         if not self._kind.trains_layers:
@@ -280,7 +281,8 @@ class DescentMixin:
             return loss
         if step.micro_batches == read_before:  # this class's `compute_loss` read no layers
             raise checks.without_layers(self)
-        # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers.
+        # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers. Items that
+        # were not counted mean that the step has one micro-batch, so nothing is left to divide.
         return step.over_processes(step.last_layer_part)
 
     def noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
@@ -330,10 +332,10 @@ class DescentMixin:
         if self._run.task is not None:
             return False
 
-        if self._scales_losses:
+        if self._may_scale_losses:
             return True
-        # Trainer counts the labels for a model that takes their number, and for a loss of its own. For that it has to
-        # know whether labels are shifted, which `_inspect` tells it.
+        # Trainer counts the labels where the model takes `num_items_in_batch`, or where a loss function was given. Its
+        # count depends on whether labels are shifted, which `_inspect` tells it.
         if self.model_accepts_loss_kwargs:
             return True
         return preparation.loss_of_its_own(self) is not None
@@ -348,7 +350,7 @@ class DescentMixin:
         if kind.trains_layers:
             self._run.find_layers(self, model, inputs, self._readout, self._dual_dataset)
         elif is_labelled:
-            self._run.find_task(self, model, inputs, finds_items=self._scales_losses)
+            self._run.find_task(self, model, inputs, finds_items=self._may_scale_losses)
             if kind is RunKind.JUDGED:
                 self._run.find_plain_layers(self, model, inputs)
 
@@ -507,7 +509,7 @@ class DescentMixin:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         kind = self._kind
         is_labelled = evaluation.is_labelled(inputs, self.label_names)
-        takes_inspection = kind.evaluates_layers or self._scales_losses
+        takes_inspection = kind.evaluates_layers or self._may_scale_losses
         if is_labelled and takes_inspection and self._needs_inspection(model):
             self._inspect(model, preparation.prepared(self, inputs))
 

@@ -50,13 +50,14 @@ class LayerObjective:
         """The layer losses and the objective of a micro-batch. Adds the losses to the totals of `step`."""
         count = self.count(batch)
         share = step.share(count)
+        items = step.divisor(count)  # for a loss that divides by the items itself
 
         losses = self.layers.training_losses(
             model,
             batch,
             self.dual.objective_at(step.number),
             share,
-            step.divisor(count),
+            items,
             key=(self._rank, step.number, step.micro_batches),
             keep_logits=keep_logits,
         )
@@ -75,8 +76,8 @@ class LayerObjective:
         totals = self.summed(sums)  # [layers + 1]
 
         if skipped:
-            # A divisor of 0 says that the step has no losses. The step still counts for the warm-up, and in its turn
-            # the dual side still reads held-out examples, whose losses move the multipliers.
+            # A divisor of 0 says that the step has no losses. The step still counts for the warm-up. If it is the
+            # turn of held-out examples, they are read, and their losses move the multipliers.
             totals = torch.zeros_like(totals)
 
         self.dual.take_step(totals, step.number, self.layers)

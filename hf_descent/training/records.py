@@ -46,6 +46,19 @@ class StepTotals:
 
     If the items of the step were not counted, both factors are 1, and Trainer or the loop divides by the number of
     micro-batches.
+
+    In a trainer, this is who makes the loss of a micro-batch a part of the step's:
+
+    | training | micro-batches of all processes | loss | who |
+    |---|---|---|---|
+    | reads the layers | one | ignores the items | nobody: it is the mean of the step already |
+    | reads the layers | one | takes the items | this package, which gives the loss the items of the step |
+    | reads the layers | several | any | this package |
+    | plain | one | any | Trainer |
+    | plain | several | takes the items | Trainer |
+    | plain | several | ignores the items, or is given none | this package, by `_scales_plain_loss` of the trainer |
+
+    TRL's SFTTrainer divides all losses of plain training itself.
     """
 
     number: int = 0  # optimizer steps before this one
@@ -87,7 +100,8 @@ class StepTotals:
 def items_of_step(
     accelerator: Accelerator, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor | None:
-    """The items of a step, over micro-batches and processes; `None` if no loss needs them. Every process calls it."""
+    """The items of a step, over micro-batches and processes; every process calls it. `None` if the task is not known,
+    or no loss needs them."""
     if task is None:
         return None
     if len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items:
@@ -97,12 +111,9 @@ def items_of_step(
 
     counts = [task.count(batch) for batch in batches]
     counts = [count.to(accelerator.device) for count in counts if count is not None]
-    if counts:
-        return reduced(accelerator, sum(counts))
-
-    # This process has no labels. The others wait for its count in their all-reduce, so it adds zero.
-    reduced(accelerator, torch.zeros((), dtype=torch.int64, device=accelerator.device))
-    return None
+    # A process without labels adds 0: the others wait for it in their all-reduce.
+    none = torch.zeros((), dtype=torch.int64, device=accelerator.device)
+    return reduced(accelerator, sum(counts, start=none))
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # Optimizer steps between two measurements on held-out examples. One costs about a third of a step, so that every 8
 # steps it adds some 4 %.
 DUAL_EVERY = 8
-# The settings that a checkpoint must share with the run that resumes from it. `dual_holdout` is there for checkpoints
-# of version 0.1.
+# The settings that a checkpoint must share with the run that resumes from it. `dual_holdout` is always `None` now. It
+# is there to refuse checkpoints of version 0.1 that used it.
 SHARED_SETTINGS = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
     "fixed_multipliers", "dual_holdout",
@@ -83,15 +83,13 @@ class DualState:
         self.active_from = building.end_of_warmup(args, start_step, max_steps)
         self.chance = chance
         self._steps_per_reading = DUAL_EVERY if held_out else 1
-        self._ascent = DualAscent(args, num_layers, num_layers, self._steps_per_reading)
 
-        self.problem: DescentProblem | None = None
-        problem = building.problem_of(args, num_layers, chance, trains=max_steps > 0)
-        if problem is not None:
-            self._take_problem(problem)
-            if self.objective.takes_multipliers:
-                multipliers = building.fixed_multipliers(args, problem.num_rows)
-                self._ascent.take_over(multipliers, warmup_losses=None)
+        self.problem = building.problem_of(args, num_layers, chance, trains=max_steps > 0)
+        num_rows = num_layers if self.problem is None else self.problem.num_rows
+        self._ascent = self._new_ascent(num_rows)
+        if self.problem is not None and self.objective.takes_multipliers:
+            multipliers = building.fixed_multipliers(args, num_rows)
+            self._ascent.take_over(multipliers, warmup_losses=None)
 
         self._reports = DualReports(self, self._steps_per_reading)
         # The last step, while its losses may be on their way to the host.
@@ -145,7 +143,8 @@ class DualState:
     # ---- dual side ----
 
     def take_step(self, sums: torch.Tensor, step: int, layers: Any = None) -> None:
-        """Finish an optimizer step: log its layer losses, and take the dual step.
+        """Take in the layer losses of a finished optimizer step. On the CPU the dual step follows at once, on a GPU
+        when `settled` is called next.
 
         The dual step is on these losses, or every `DUAL_EVERY` steps on those of held-out examples, which `layers`
         reads. `sums` `[L + 1]` has the sums of the layer losses, and then the number to divide them by. If this number
@@ -166,6 +165,7 @@ class DualState:
         still due, waits for its losses and takes it."""
         if self._pending is not None:
             step = self._pending
+            # First, since the dual step asks for the `level`, which calls `settled` again.
             self._pending = None
             self._settle(step)
         return self._ascent
@@ -192,7 +192,8 @@ class DualState:
             self._ascent.keep_warmup_losses()
 
     def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
-        """Take in the losses `[L]` that move the multipliers. If one is not finite, nothing moves."""
+        """Take in losses `[L]`: on held-out examples if there are any, else those of the step. They move the
+        multipliers if the objective has moving ones, and all losses are finite."""
         is_active = not self.inactive(step)
         if is_active:
             self._reports.add_reading(layer_losses)
@@ -230,9 +231,11 @@ class DualState:
             problem = DescentProblem(**arguments)
         self.problem = problem
         if problem.num_rows != len(self._ascent.multipliers.values):
-            self._ascent = DualAscent(
-                self.args, self.num_layers, problem.num_rows, self._steps_per_reading
-            )
+            self._ascent = self._new_ascent(problem.num_rows)
+
+    def _new_ascent(self, num_rows: int) -> DualAscent:
+        """Multipliers at 0, a guard and averages that have seen nothing."""
+        return DualAscent(self.args, self.num_layers, num_rows, self._steps_per_reading)
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
         """Take over the problem of the run whose `descent_config.json` is given, if the arguments state none, and its
@@ -311,20 +314,20 @@ class DualState:
         self, tensors: dict[str, torch.Tensor], settings: dict, path: str = "The state"
     ) -> None:
         """Take over what `state_dict` gave; ValueError if the number of layers or a shared setting differs."""
-        ascent = self.settled()
+        self.settled()
         self._check_shared_settings(settings["schedule"], path)
+        # Before the tensors, since it says how many multipliers there are.
+        if settings["problem"] is not None:
+            self._take_problem(DescentProblem(**settings["problem"]))
 
         try:
-            ascent.load_state_dict(tensors)
+            self._ascent.load_state_dict(tensors)
             self._reports.closing.restore(tensors["closing_losses"].numpy())
             self.active_from = int(settings["active_from"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} holds no complete dual state ({error}); resume from another."
             ) from error
-
-        if settings["problem"] is not None:
-            self._take_problem(DescentProblem(**settings["problem"]))
 
     def _check_shared_settings(self, saved: Mapping[str, Any], path: str) -> None:
         for name, value in self._shared_settings().items():

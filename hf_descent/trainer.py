@@ -147,14 +147,14 @@ class DescentMixin:
     @property
     def multipliers(self) -> Multipliers | None:
         """The Lagrange multipliers; `multipliers.values` has one for each constraint, as [`DescentProblem`] orders
-        them. `None` before training."""
+        them. `None` until a batch of a training or an evaluation has shown the layers, and in plain training."""
         dual = self._run.dual
         return None if dual is None else dual.multipliers
 
     @property
     def problem(self) -> DescentProblem | None:
         """The [`DescentProblem`] being solved; after plain training, the one by which evaluations judge the model.
-        `None` before training, and after plain training until the first evaluation."""
+        `None` until a batch has shown the layers; in plain training until an evaluation."""
         judge = self._run.judge
         return None if judge is None else judge.problem
 
@@ -400,6 +400,7 @@ class DescentMixin:
 
         keeps_verdict = True
         if is_one_of_several and chosen is not None:
+            # A set of a dict that `evaluate` was given has no name here, and keeps its verdict, too.
             keeps_verdict = name in (None, chosen)
 
         return Evaluation(
@@ -429,7 +430,7 @@ class DescentMixin:
             return plain
 
         plain = plain_profile_on(
-            self, dataset, self._held_out, self._run.record.origin, self._readout
+            self, dataset, self._evaluated_batches, self._run.record.origin, self._readout
         )
         if name_of_set(self.eval_dataset, dataset) is not None:  # it will be evaluated again
             known[id(rows)] = (rows, plain)
@@ -597,7 +598,7 @@ class DescentMixin:
         settings["sigma"] = self.noise_sigma(model)
         settings["gamma_train"] = self.args.gamma_train
         settings.update(kwargs)
-        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **settings)
+        curve = noise_curve(model, self._evaluated_batches(eval_dataset), gammas, **settings)
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         self._run.record.keep_curve(curve, self.state.global_step)
         return curve
@@ -622,7 +623,8 @@ class DescentMixin:
             settings["sigma"] = self.noise_sigma(model)
         else:  # the earlier losses are without noise
             earlier = self._earlier_losses(dataset)
-        # Several processes number the batches of a profile in another way than those of a reading.
+        # Several processes share out the batches of a profile in another way than those on which f_L was read before,
+        # so these cannot be paired.
         if self.args.world_size == 1:
             settings["readings"] = earlier.readings
         settings.update(kwargs)
@@ -656,7 +658,7 @@ class DescentMixin:
         if plain is not None:
             profile.keep_plain(plain)
 
-    def _held_out(self, dataset):
+    def _evaluated_batches(self, dataset):
         """What [`noise_curve`] and [`layer_profile`] take for the data that `evaluate(dataset)` reads."""
         return self._in_batches(self._evaluated_rows(dataset))
 

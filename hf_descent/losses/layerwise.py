@@ -41,7 +41,7 @@ class MicroBatchLosses:
     """The layer losses of one micro-batch in training."""
 
     objective: torch.Tensor  # the scalar to minimise, with its graph
-    sums: torch.Tensor  # [layers], the micro-batch's part of the step's layer losses
+    parts: torch.Tensor  # [layers], the micro-batch's part of the step's layer losses
     outputs: Any  # the model's
     tokens: TokenStatistics | None = None  # where asked for
 

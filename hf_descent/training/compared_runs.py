@@ -112,14 +112,14 @@ def _with_scoring(summary: Mapping[str, Any], scoring: Origin) -> Mapping[str, A
 def plain_profile_on(
     trainer: Trainer,
     dataset: Any,
-    held_out: Callable,
+    batches_of: Callable,
     origin: Mapping[str, str | None] | None,
     readout: Callable | None,
 ) -> LayerProfile | None:
     """The profile of the plain run (see [`plain_profiles_of`]), without noise, on the data that `evaluate(dataset)`
     takes. `None` if it was not measured on these very rows.
 
-    To find out, the rows of `held_out(dataset)` are read once, without the model.
+    To find out, the rows of `batches_of(dataset)` are read once, without the model.
     """
     rows = rows_of(trainer.eval_dataset, dataset)
     is_one_set = rows is not None and not isinstance(rows, dict)
@@ -129,7 +129,7 @@ def plain_profile_on(
     profiles = plain_profiles_of(trainer, origin, readout)
     if not profiles:
         return None
-    return _profile_of_same_rows(trainer, profiles, held_out(dataset), readout)
+    return _profile_of_same_rows(trainer, profiles, batches_of(dataset), readout)
 
 
 def plain_profile_beside(

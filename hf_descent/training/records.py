@@ -85,11 +85,11 @@ class StepTotals:
 
     def add(self, losses: MicroBatchLosses, share: torch.Tensor) -> None:
         """Add the layer losses of a micro-batch, and its `share`."""
-        parts = torch.cat([losses.sums, share.to(losses.sums)[None]])  # [layers + 1]
+        parts = torch.cat([losses.parts, share.to(losses.parts)[None]])  # [layers + 1]
         if self.sums is not None:
             parts = self.sums + parts
         self.sums = parts
-        self.last_layer_part = losses.sums[-1]
+        self.last_layer_part = losses.parts[-1]
         self.count_micro_batch()
 
     def count_micro_batch(self) -> None:

@@ -23,6 +23,7 @@ def check_targets(
         last = num_layers if takes_last else num_layers - 1
 
     try:
+        # By way of text: "3", as JSON has it, is a layer, but True and 3.0 are not.
         numbers = {int(f"{layer}"): _target_number(value) for layer, value in targets.items()}
     except (AttributeError, TypeError, ValueError):
         numbers = None

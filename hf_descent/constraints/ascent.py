@@ -32,7 +32,7 @@ class DualAscent:
         guard ([`LastLayerGuard`], *optional*): limits the multipliers if f_L rises; `None` if they do not move, or
             have no limit.
         watch ([`LastLayerGuard`], *optional*): the guard, or else one that only sees for the log whether f_L rises.
-        averages ([`LossAverages`]): averages of the layer losses that move the multipliers.
+        averages ([`LossAverages`]): averages of the layer losses that were observed.
         warmup_losses (`np.ndarray`): the averages `[L]` at the end of the warm-up; zeros if nothing was learned.
     """
 

@@ -1,4 +1,4 @@
-"""Running averages of the layer losses that move the multipliers."""
+"""Running averages of layer losses."""
 
 import numpy as np
 import torch
@@ -53,13 +53,14 @@ class LossAverages:
         mean = self.last_loss
         if mean is None:
             return False
-        # About the effective sample size sum(w)^2 / sum(w^2) of the decaying weights w: "2" stands for 1 + decay. The
-        # error below takes 5 off it, as a margin.
+        # n decaying weights w have the effective size sum(w)^2 / sum(w^2) = (1 + d) / (1 - d) * W / (2 - W), where
+        # d is the decay, W = 1 - d^n is the `weight`, and 1 + d is taken as 2.
         readings = 2 / (1 - AVERAGE_DECAY) * self.weight / (2 - self.weight)
         readings /= self._steps_per_reading
         if readings <= 5:
             return False
         variance = max(self._sums[-1].item() / self.weight - mean**2, 0.0)
+        # Successive readings are alike, so 5 fewer are counted, as a margin.
         return mean + 2 * (variance / (readings - 5)) ** 0.5 < bound
 
     def state_dict(self) -> dict[str, torch.Tensor]:

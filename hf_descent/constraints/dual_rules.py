@@ -38,7 +38,7 @@ def sgd(gradient: np.ndarray, moments: Moments) -> np.ndarray:
 
 
 def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
-    """A PI controller on the bounded gradient. A change of the gradient counts `DAMPING` times as much as its
+    """A PI controller on the bounded gradient. A change of its running mean counts `DAMPING` times as much as its
     value."""
     bounded = (gradient / BOUND).clip(-1, 1)
     before = moments.mean if moments.steps > 1 else bounded

@@ -19,9 +19,9 @@ through then ("Noise" and "Pace" say what sets it). With plain ascent of step si
     lambda = [g]_+ / c,      c = (rho / (p eta)) theta / (1 - theta).
 
 This is the point of rest of resilience with the coefficient c (see `multipliers.py`), except that nobody has to choose
-c: the guard finds one at which f_L keeps to its limit. In a convex problem, of all models with the f_L at rest,
-training finds the one that violates the constraints least. For at rest the gradient of f_L + sum of lambda g is zero.
-Multiplied by c, this is the condition for a solution of
+c: the guard finds one at which f_L keeps to its limit. In a convex problem the model at rest violates the constraints
+least, in the sum of squares, of all models with this f_L. At rest the gradient of f_L + sum of lambda g is zero.
+Multiplied by c, with c lambda = [g]_+, this is the condition for a solution of
 
     minimise   1/2 sum of [g]_+^2      subject to   f_L <= its value at rest,
 
@@ -43,13 +43,14 @@ it has only held the multipliers where they are. Once they shrink, evidence is a
 back at 0.
 
 f_best is the lowest upper confidence bound, `m + 2 se`, of a mean m over about the last half of the steps so far. In m
-the newest of t losses has the weight 4 / (t + 3), but at most the larger of 1/t and 1/10. Its window grows with the
+the newest of t losses has the weight min(4 / (t + 3), max(1/t, 1/10)). Its window grows with the
 run, so that chance does not make f_best lower and lower.
 
 **Rises of plain training.** In a step in which all multipliers are 0, the objective is f_L alone. The last step
 without evidence is the CUSUM test's estimate of where a rise began. If no multiplier acted in that step, the
-constraints did not begin the rise. In this case the guard forgets f_L at 24, as at the start of the run, and the
-multipliers are free. Without this, a leap of the optimizer in the warm-up would keep them at 0.
+constraints did not begin the rise. In this case the guard starts afresh when the evidence reaches 24: it drops its
+means, f_best and the evidence, so the multipliers may move freely. Without this, a leap of the optimizer in the
+warm-up would keep them at 0.
 
 **Pace.** f_L follows the multipliers with a delay. If they grew at full pace again, they would run past the point of
 rest again. So each time that they begin to shrink, their pace becomes a fifth of what it was, but not less than 0.001.
@@ -150,7 +151,7 @@ class LastLayerGuard:
         if self.count >= self.FIRST_BEST:
             error = math.sqrt(self.variance * self.slow.square_weight)
             self.best = min(self.best, self.slow.mean + self.OF_BEST * error)
-        self._set_pace()
+        self._react()
 
         present = self.present.mean
         if self.shrinks and (self._highest is None or present > self._highest[0]):
@@ -186,7 +187,8 @@ class LastLayerGuard:
                 mean.add_difference(loss - self.previous, weight)
         self.previous = loss
 
-    def _set_pace(self) -> None:
+    def _react(self) -> None:
+        """Begin or end to shrink the multipliers, and set the pace, by the present evidence."""
         if self.evidence >= self.LASTING and not self.shrinks:
             if not self.acted_before:  # plain training made the rise
                 self._forget()

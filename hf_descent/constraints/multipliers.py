@@ -50,7 +50,8 @@ class Multipliers:
         optim (`str`): "adam", "pi" or "sgd" (plain projected ascent).
         resilience (`float`): coefficient c >= 0; 0 keeps the constraints hard.
         resilience_form (`str`): "weight_decay" or "slack".
-        slack_learning_rate (`float`): step size eta_u > 0 of the slacks; "sgd" takes c instead if it would not settle.
+        slack_learning_rate (`float`): step size eta_u > 0 of the slacks; "sgd" takes c in place of
+            an eta_u >= 2c, with which the slacks would diverge.
         maximum (`float`, *optional*): cap on every multiplier.
 
     ValueError for an `optim` or a `resilience_form` of another name.
@@ -75,8 +76,8 @@ class Multipliers:
         self.resilience = resilience
         self.uses_slacks = resilience_form == "slack" and resilience > 0
         # With sgd the slack diverges if eta_u >= 2 c.
-        jumps = optim == "sgd" and slack_learning_rate >= 2 * resilience
-        self.slack_learning_rate = resilience if jumps else slack_learning_rate
+        diverges = optim == "sgd" and slack_learning_rate >= 2 * resilience
+        self.slack_learning_rate = resilience if diverges else slack_learning_rate
         self.maximum = maximum
         self.values = torch.zeros(num_layers, dtype=torch.float32)
         self.slacks = torch.zeros(num_layers, dtype=torch.float32)

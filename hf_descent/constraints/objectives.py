@@ -5,11 +5,12 @@
 - `deep_supervision`: f_L + c sum_{l<L} f_l over the constrained layers, fixed weights;
 - `layerskip`: the early exit loss of LayerSkip (arXiv 2404.16710, equations 4 to 6): weights that grow with depth, of
   the exits that a curriculum enables. c is the paper's e_scale, and there is no layer dropout;
-- `fixed`: the Lagrangian at frozen multipliers, for telling the dynamics of the multipliers from their final weights;
+- `fixed`: the Lagrangian at frozen multipliers, to see how much is due to the final multipliers, and how
+  much to the way there;
 - `hinge`: f_L + c sum_l [g_l]_+, a penalty on the violations g;
 - `quadratic`: f_L + c/2 sum_l [g_l]_+^2.
 
-All but the last two are linear in f, with weights known before the forward pass. The penalties are not: evaluated per
+All but the last two are linear in f, with weights that do not depend on f. The penalties are not: evaluated per
 micro-batch, their average over an accumulated batch differs from their value on the whole batch, so one
 micro-batch of 8 examples and 8 of one example agree only approximately. `c` is `penalty_coefficient`.
 
@@ -39,7 +40,7 @@ class StepObjective:
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
     trained: Sequence[int]  # layers that it depends on at some step of the run
-    # (device) -> the weights of the layer losses `[L]` there; `None` if they are not known before the forward pass.
+    # (device) -> the weights of the layer losses `[L]` there; `None` if they depend on the losses.
     weights: Callable[[torch.device], torch.Tensor] | None = None
 
 

@@ -30,7 +30,7 @@ CLOSING_SHARE = 0.1  # the closing report is about this share of the steps, the 
 class DualReports:
     """Keeps the layer losses that reports are about, and writes the reports. It does not change the dual side.
 
-    Steps change the [`DualAscent`], so each report is given it: all numbers of a report are of one moment.
+    Each report is given the [`DualAscent`] after all steps so far, so all numbers of a report are of one moment.
 
     Args:
         dual (`DualState`): what is reported on.
@@ -59,7 +59,7 @@ class DualReports:
             self._logged[-1] += 1
 
     def add_reading(self, layer_losses: np.ndarray) -> None:
-        """Take in losses `[L]` that moved the multipliers, or would have done so if they were finite."""
+        """Take in the losses `[L]` of a step with constraints, or of held-out examples read in that step."""
         self.closing.add(layer_losses)
         if self._dual.held_out is not None:
             self._is_faulty |= ~np.isfinite(layer_losses)

@@ -64,7 +64,8 @@ class CountedRows:
 def counted_rows(trainer: Trainer, inputs: Mapping[str, Any]) -> CountedRows:
     """The rows that count in a batch which an evaluation has just got from its data loader."""
     args = trainer.args
-    loading = trainer.accelerator.gradient_state  # it knows, too, where its data loader stands
+    # Accelerate keeps the position of the data loader there.
+    loading = trainer.accelerator.gradient_state
     if args.world_size == 1 or not loading.end_of_dataloader:
         return CountedRows()
     if loading.remainder == 0 or args.dataloader_drop_last:

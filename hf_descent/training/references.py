@@ -1,7 +1,7 @@
 """The loss of the last layer before training and at the end of the warm-up, on the rows of evaluations.
 
 A verdict derives the price of the constraints from it. A reading runs the model on a few rows of each evaluation set.
-For each evaluation set, the two readings together cost at most about 4 % of a training on 2,048 rows or more.
+For each evaluation set, the two readings together cost at most about 4 % of a training that reads 2,048 rows or more.
 """
 
 import json
@@ -209,8 +209,9 @@ class LastLayerReferences:
         the set."""
         by_time = {}
         for reference in self.unpaired():
-            first, *_ = self._at(reference.name)
-            by_time[reference.name] = {
+            time = reference.name
+            first, *_ = self._at(time)
+            by_time[time] = {
                 "loss": reference.loss,
                 "upper": reference.upper,
                 "data": first.data,

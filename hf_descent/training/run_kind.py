@@ -12,7 +12,7 @@ from .evaluation_sets import set_of_metric
 class RunKind(Enum):
     """The kinds of runs.
 
-    PLAIN: plain training. Losses and evaluations are Trainer's own.
+    PLAIN: plain training. Nothing reads the layers.
     JUDGED: plain training. Evaluations read the layers beside Trainer's own numbers, because constraints were stated,
         or the best model is chosen by its layers.
     LAYERED: training and evaluations read the layers, because of the objective or a `readout` function.

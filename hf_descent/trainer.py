@@ -108,7 +108,7 @@ class DescentMixin:
             self._set_pooling(model)
 
         self._dual_dataset = dual_dataset
-        self._run = DescentRun()
+        self._run = DescentRun()  # one that never started; each training makes a new one
 
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)

@@ -104,10 +104,10 @@ class PlainTraining(Objective):
         return set()
 
 
-class FixedMultipliers(Objective):
-    name = "fixed"
+class Lagrangian(Objective):
+    """f_L and the violations, weighed by multipliers."""
+
     has_multipliers = True
-    takes_multipliers = True
 
     def weights(self, dual, step):
         handling = dual.args.negative_weights
@@ -116,10 +116,14 @@ class FixedMultipliers(Objective):
         return np.maximum(weights, 0) if handling == "clip" else weights
 
 
-class Descent(FixedMultipliers):
+class FixedMultipliers(Lagrangian):
+    name = "fixed"
+    takes_multipliers = True
+
+
+class Descent(Lagrangian):
     name = "descent"
     moves_multipliers = True
-    takes_multipliers = False
 
 
 class DeepSupervision(Objective):

@@ -54,6 +54,7 @@ PRIVATE_NAMES = {
         "_output_capturing_hooks_installed": "what marks a model whose hooks are to be taken away",
     },
     "transformers.utils.generic": {
+        "_global_mapping": "all mask functions are read at once, in every recorded forward",
         "_local_mapping": "the registry of mask functions has no public way to be restored",
     },
     "trl.trainer.sft_trainer": {

@@ -101,7 +101,7 @@ def items_of_step(
     accelerator: Accelerator, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]
 ) -> torch.Tensor | None:
     """The items of a step, over micro-batches and processes; every process calls it. `None` if the task is not known,
-    or no loss needs them."""
+    no loss needs them, or this process has no labels yet."""
     if task is None:
         return None
     if len(batches) == 1 and accelerator.num_processes == 1 and not task.takes_items:
@@ -113,7 +113,9 @@ def items_of_step(
     counts = [count.to(accelerator.device) for count in counts if count is not None]
     # A process without labels adds 0: the others wait for it in their all-reduce.
     none = torch.zeros((), dtype=torch.int64, device=accelerator.device)
-    return reduced(accelerator, sum(counts, start=none))
+    items = reduced(accelerator, sum(counts, start=none))
+    # Its own micro-batches may still get labels, in `_prepare_inputs`. These were not counted, so `items` lacks them.
+    return items if counts else None
 
 
 @dataclass(frozen=True)

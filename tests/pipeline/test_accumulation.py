@@ -158,7 +158,7 @@ def test_a_process_without_labels_takes_part_in_the_count():
     task = SimpleNamespace(takes_items=False, count=lambda batch: batch["count"])
 
     assert items_of_step(processes, task, [{"count": torch.tensor(5)}, {"count": None}]) == 8
-    assert items_of_step(processes, task, [{"count": None}]) == 3
+    assert items_of_step(processes, task, [{"count": None}]) is None
     assert summed == [5, 0]
 
 

@@ -10,30 +10,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 
-# model -> (the parameters of its first module that has any, the name of the first of them, that parameter, its device,
-# what `accelerators` found)
+# model -> (its first parameter, the device of that, what `accelerators` found)
 _devices: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def accelerators(model) -> list[torch.device]:
     """The devices but the CPU on which `model` computes: where its parameters are, or where FSDP2 brings them.
 
-    Kept from step to step, since the search through all modules takes longer than a kernel; found anew once a wrapper
-    has put other parameters in their place, or the model has moved.
+    Kept from step to step, since the search through all modules takes longer than a kernel; found anew once another
+    parameter is the first, or the model has moved.
     """
-    if model in _devices:
-        parameters, name, first, device, devices = _devices[model]
-        if parameters.get(name) is first and first.device == device:
-            return devices
-
-    for module in model.modules():
-        for name, first in module._parameters.items():
-            if first is not None:
-                devices = _accelerators_of(list(model.parameters()))
-                _devices[model] = (module._parameters, name, first, first.device, devices)
-                return devices
-
-    return []
+    first = next(model.parameters(), None)
+    if first is None:
+        return []
+    known, device, devices = _devices.get(model, (None, None, None))
+    if known is not first or device != first.device:
+        devices = _accelerators_of(list(model.parameters()))
+        _devices[model] = (first, first.device, devices)
+    return devices
 
 
 def _accelerators_of(parameters: list[torch.nn.Parameter]) -> list[torch.device]:

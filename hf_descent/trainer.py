@@ -137,7 +137,7 @@ class DescentMixin:
         preparation.leave_compilation_to_layers(self)
 
         callback = DescentCallback(
-            before_training=self._inspect_finished,
+            before_training=self._inspect_if_at_end,
             after_step=self._after_optimizer_step,
             after_epoch=self._after_epoch,
             others=self.callback_handler.callbacks,
@@ -187,7 +187,7 @@ class DescentMixin:
             self._run.read_last_layer_if_due(self)
 
         if self.state.global_step >= self.state.max_steps:
-            # The run was resumed at its end, where Trainer itself would take one step more.
+            # The run was resumed at its end. Within an epoch, Trainer itself would take one step more.
             self.control.should_training_stop = True
             batches = []
             num_items = None
@@ -281,8 +281,9 @@ class DescentMixin:
             return loss
         if step.micro_batches == read_before:  # this class's `compute_loss` read no layers
             raise checks.without_layers(self)
-        # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers. Items that
-        # were not counted mean that the step has one micro-batch, so nothing is left to divide.
+        # What Trainer logs as `loss` is the task loss f_L: the objective itself moves with the multipliers. If the
+        # items were not counted, the step has one micro-batch (`_checked` refuses those without labels), so its mean
+        # is that of the step.
         return step.over_processes(step.last_layer_part)
 
     def noise_of_micro_batch(self) -> contextlib.AbstractContextManager:
@@ -358,8 +359,8 @@ class DescentMixin:
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._run.task.shifts_labels
 
-    def _inspect_finished(self) -> None:
-        """Find the layers on one batch if a run is resumed at its last step, since it then reads none."""
+    def _inspect_if_at_end(self) -> None:
+        """Find the layers on one batch if a run is resumed at its last step: at the end of an epoch it reads none."""
         if self.state.global_step >= self.state.max_steps:
             self._inspect_first(iter(self.get_train_dataloader()))
 
@@ -499,7 +500,8 @@ class DescentMixin:
         if self.args.objective_class.is_plain:
             trained_plainly = " after plain training"
         text = f"Verdict on the {data} data{trained_plainly}:\n{certificate}"
-        if not (trained_plainly or self.command):  # commands end with this line
+        # It has the price of the constraints, which plain training does not pay. Commands end with it themselves.
+        if not (trained_plainly or self.command):
             text += f"\n{certificate.headline}"
         logger.info(text)
 
@@ -558,7 +560,7 @@ class DescentMixin:
         """
         counted = evaluation.counted_rows(self, inputs)
         batches_before = self._run.totals.batches
-        with self._run.taking_back_unless(counted.are_all):
+        with self._run.kept_if(counted.are_all):
             if prediction_loss_only:
                 loss = self._evaluate_batch(model, self._prepare_inputs(inputs))
                 prediction = (loss, None, None)
@@ -569,7 +571,7 @@ class DescentMixin:
             return prediction
 
         # Also if no row counts, since other processes wait for the model.
-        with self._run.taking_back_unless(not counted.are_none):
+        with self._run.kept_if(not counted.are_none):
             self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
         return prediction
 
@@ -623,8 +625,8 @@ class DescentMixin:
             settings["sigma"] = self.noise_sigma(model)
         else:  # the earlier losses are without noise
             earlier = self._earlier_losses(dataset)
-        # Several processes share out the batches of a profile in another way than those on which f_L was read before,
-        # so these cannot be paired.
+        # With several processes, a process has other batches of a profile than it had when f_L was read before, so
+        # their rows cannot be paired.
         if self.args.world_size == 1:
             settings["readings"] = earlier.readings
         settings.update(kwargs)

@@ -54,7 +54,8 @@ class LossAverages:
         if mean is None:
             return False
         # n decaying weights w have the effective size sum(w)^2 / sum(w^2) = (1 + d) / (1 - d) * W / (2 - W), where
-        # d is the decay, W = 1 - d^n is the `weight`, and 1 + d is taken as 2.
+        # d is the decay of a step, W = 1 - d^n is the `weight`, and 1 + d is taken as 2. A reading stands for
+        # `steps_per_reading` of these n steps.
         readings = 2 / (1 - AVERAGE_DECAY) * self.weight / (2 - self.weight)
         readings /= self._steps_per_reading
         if readings <= 5:

@@ -58,7 +58,8 @@ def weighted_sum(
 
     def value(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         factors = weights(layer_losses.device)
-        if len(trained) < len(factors):  # a loss that is not finite would make 0 * inf
+        if len(weighted) < len(factors):
+            # The loss of a layer without weight may be infinite, and 0 * inf would be NaN.
             layer_losses = torch.where(factors != 0, layer_losses, 0.0)
         # Not by `@`: under autocast, as in a custom loop, it would run in half precision.
         return (factors * layer_losses).sum()

@@ -55,8 +55,8 @@ class DescentCallback(TrainerCallback):
 
     It calls the trainer's methods before training, after the optimizer's step and after every epoch.
 
-    Early stopping by `feasible_score` does not end a run before its constraints are met, which is as long as the score
-    is below 0. Multipliers that still rise may meet them, though the score gets worse at first.
+    Early stopping by `feasible_score` does not end a run before its constraints are met. They are not met while the
+    score is below 0. Multipliers that still rise may meet them, though the score gets worse at first.
     """
 
     before_training: Callable[[], None]

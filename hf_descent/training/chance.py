@@ -1,8 +1,8 @@
 """The loss of the best constant prediction on the training labels, estimated before the first step.
 
-If `initial_loss_bound` is "auto", this loss is f_0. If f_0 was given, layers are still held to be at chance by this
-loss. It is known for the (binary) cross-entropy and the squared error, so the task loss is compared with these on a
-real batch.
+If `initial_loss_bound` is "auto", this loss is f_0. If f_0 was given, this loss still decides whether a
+layer is at chance. It is known for the (binary) cross-entropy and the squared error, so the task loss is compared with
+these on a real batch.
 """
 
 import copy

@@ -235,7 +235,7 @@ def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict
             saved[name.removeprefix("_orig_mod.")] = weight
 
     with _own_tensors_put_back(model):
-        # The conversion loads the weights into this model, where they are taken from.
+        # The conversion loads the weights into this model. They are read from it below.
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)
         weights = model.state_dict()

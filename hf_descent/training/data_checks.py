@@ -79,7 +79,7 @@ def _label_column(data: Any, label_names: Sequence[str]) -> str | None:
     first = data[0]
     if not isinstance(first, Mapping):
         return None
-    # If there is no other, a collator takes "label". It makes whole numbers of true and false.
+    # If there is no other, a collator takes "label".
     for name in (*label_names, "label"):
         if name in first:
             return name if np.ndim(first[name]) == 0 else None

@@ -38,7 +38,7 @@ def make_dual(
     checkpoint: str | None,
 ) -> DualState:
     """The dual side of a run: loaded from the `checkpoint` that the run goes on from, else a new one. If the model is
-    only evaluated, the problem is the one that it was trained on.
+    only evaluated and the arguments state no problem, it is the one that the model was trained on.
 
     The multipliers move by the losses on `dual_dataset`, or on the training examples. `inputs` is a batch to try the
     model on.

@@ -16,10 +16,10 @@ logger = get_logger(__name__)
 
 
 def judging_state(
-    trainer: Trainer, num_layers: int, chance: float | None, is_trained: bool
+    trainer: Trainer, num_layers: int, chance: float | None, has_started: bool
 ) -> DualState:
-    """A dual side without steps, whose `problem` is that of a trainer's arguments. If they state none and this trainer
-    has not trained the model, it is the problem of the run that the model comes from.
+    """A dual side without steps, whose `problem` is that of a trainer's arguments. If they state none and no training
+    of this trainer `has_started`, it is the problem of the run that the model comes from.
 
     The `problem` is `None` if f_0 is not known. `chance` is the loss of the best constant prediction of the training
     labels, or of those evaluated; 0 (all labels are alike) says nothing.
@@ -27,7 +27,7 @@ def judging_state(
     if chance == 0:
         chance = None
     dual = DualState(trainer.args, num_layers, 0, 0, chance)  # 0 steps: it only judges
-    if not is_trained:
+    if not has_started:
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
 
     if dual.problem is None and (trainer.args.exit_targets or trainer.args.loss_targets):

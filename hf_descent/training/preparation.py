@@ -133,7 +133,7 @@ def takes_items(task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
     try:
         divides = task.divides_by_items(inputs)
     except Exception:
-        # The model cannot score these labels. A custom loss can, or the step itself fails.
+        # The model cannot score these labels. The first step fails then, unless a subclass has its own `compute_loss`.
         return False
     if not divides:
         logger.info(

@@ -111,11 +111,13 @@ def items_of_step(
 
     counts = [task.count(batch) for batch in batches]
     counts = [count.to(accelerator.device) for count in counts if count is not None]
-    # A process without labels adds 0: the others wait for it in their all-reduce.
-    none = torch.zeros((), dtype=torch.int64, device=accelerator.device)
-    items = reduced(accelerator, sum(counts, start=none))
-    # Its own micro-batches may still get labels, in `_prepare_inputs`. These were not counted, so `items` lacks them.
-    return items if counts else None
+    if counts:
+        return reduced(accelerator, sum(counts))
+
+    # The other processes wait for this one in their all-reduce, so it adds 0. It does not take their sum: its own
+    # micro-batches may get labels later, in `_prepare_inputs`, and the sum lacks these. Trainer scales its losses.
+    reduced(accelerator, torch.zeros((), dtype=torch.int64, device=accelerator.device))
+    return None
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,8 @@ class DescentRun:
     def judge_plain(self, trainer: Trainer, num_layers: int, chance: float | None) -> None:
         """Find the problem that judges plain training. `chance` is the loss of the best constant prediction of the
         evaluated labels; it is used if the same loss on the training labels is not known."""
-        is_trained = self.has_started and not trainer.is_in_train
-        if is_trained and self._chance is None:
+        has_ended = self.has_started and not trainer.is_in_train
+        if has_ended and self._chance is None:
             self._chance = chance_in_training(trainer)
         if self._chance is not None:
             chance = self._chance
@@ -219,8 +219,8 @@ class DescentRun:
         self.totals = self.totals.plus(losses, labels)
 
     @contextlib.contextmanager
-    def taking_back_unless(self, counts: bool) -> Iterator[None]:
-        """What is added to the present evaluation within it is taken back at the end, unless it `counts`."""
+    def kept_if(self, counts: bool) -> Iterator[None]:
+        """What is added to the present evaluation within it stays there if it `counts`; else it is taken back."""
         before = self.totals
         yield
         if not counts:

@@ -49,6 +49,14 @@ def test_the_weights_of_linear_objectives(tmp_path, objective, settings, expecte
     assert value.item() == pytest.approx(sum(w * f for w, f in zip(expected, losses.tolist())))
 
 
+@pytest.mark.parametrize("objective", ["descent", "hinge", "quadratic"])
+def test_the_warm_up_is_f_l_alone_also_where_another_loss_is_infinite(tmp_path, objective):
+    args = config(tmp_path, objective=objective, dual_warmup_steps=10, initial_loss_bound=1.0)
+    dual = DualState(args, num_layers=3, max_steps=100, start_step=0)
+    losses = torch.tensor([torch.inf, torch.nan, 0.5])
+    assert dual.objective_at(0).value(losses, torch.ones(())) == 0.5
+
+
 @pytest.mark.parametrize("detach", [False, True])
 def test_penalties_by_hand(tmp_path, detach):
     losses = torch.tensor([1.2, 0.7, 0.8], requires_grad=True)

@@ -245,7 +245,8 @@ class DescentMixin:
         is_scaled_here = self._scales_plain_loss(inputs, num_items_in_batch)
         items = num_items_in_batch
         if is_scaled_here:
-            items = None  # if Trainer saw the items, it would multiply this mean by the number of processes
+            # If Trainer saw the items, it would multiply this mean by the number of processes, in evaluations, too.
+            items = None
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, items)
 
@@ -399,6 +400,7 @@ class DescentMixin:
         name = name_of_set(self.eval_dataset, dataset)
         chosen = set_of_metric(self.eval_dataset, self.args.metric_for_best_model)
 
+        # The run keeps one verdict: of several sets, that of the set which chooses the best model.
         keeps_verdict = True
         if is_one_of_several and chosen is not None:
             # A set of a dict that `evaluate` was given has no name here, and keeps its verdict, too.
@@ -464,7 +466,7 @@ class DescentMixin:
         run = self._run
         trains_plainly = self._kind is RunKind.JUDGED
         if trains_plainly and run.layers is not None:
-            run.judge_plain(self, run.layers.num_layers, chance_of(run.totals.labels))
+            run.find_plain_judge(self, run.layers.num_layers, chance_of(run.totals.labels))
         if run.judge is None:
             return
 
@@ -512,6 +514,7 @@ class DescentMixin:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         kind = self._kind
         is_labelled = evaluation.is_labelled(inputs, self.label_names)
+        # `_needs_inspection` has a third reason, Trainer's count of labels. An evaluation counts none.
         takes_inspection = kind.evaluates_layers or self._may_scale_losses
         if is_labelled and takes_inspection and self._needs_inspection(model):
             self._inspect(model, preparation.prepared(self, inputs))
@@ -570,7 +573,8 @@ class DescentMixin:
         if was_added:
             return prediction
 
-        # Also if no row counts, since other processes wait for the model.
+        # It was taken back, or `predict` did not add it. Read once more, also if no row counts, since other processes
+        # wait for the model.
         with self._run.kept_if(not counted.are_none):
             self._evaluate_batch(model, counted.of(self._prepare_inputs(inputs)))
         return prediction
@@ -618,27 +622,27 @@ class DescentMixin:
         """
         model, settings = evaluation.model_and_settings(self, self._readout)
         settings["problem"] = self.problem
-        dataset = self._evaluated_rows(eval_dataset)
+        rows = self._evaluated_rows(eval_dataset)
 
         earlier = evaluation.EarlierLosses()
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         else:  # the earlier losses are without noise
-            earlier = self._earlier_losses(dataset)
+            earlier = self._earlier_losses(rows)
         # With several processes, a process has other batches of a profile than it had when f_L was read before, so
         # their rows cannot be paired.
         if self.args.world_size == 1:
             settings["readings"] = earlier.readings
         settings.update(kwargs)
 
-        rows = self._in_batches(dataset)
-        profile = layer_profile(model, rows, **settings)
+        batches = self._in_batches(rows)
+        profile = layer_profile(model, batches, **settings)
         profile.references = with_paired(earlier.references, profile.references)
 
         if "problem" not in kwargs:
             self._state_problem(profile)
         if profile.problem is not None:
-            self._add_facts(profile, rows)
+            self._add_facts(profile, batches)
         self._run.record.keep_profile(profile, self.state.global_step)
         return profile
 
@@ -646,7 +650,7 @@ class DescentMixin:
         """Give a profile the problem by which plain training is judged, unless the run has found it already."""
         if self._run.judge is not None:
             return
-        self._run.judge_plain(self, len(profile.losses), profile.chance)
+        self._run.find_plain_judge(self, len(profile.losses), profile.chance)
         if self.problem is not None:
             profile.problem = self.problem.state_dict()
 

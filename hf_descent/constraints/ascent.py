@@ -58,7 +58,7 @@ class DualAscent:
         self.averages.add(layer_losses)
         if self.watch is not None:
             acts = is_active
-            if self._moves_multipliers:
+            if self._moves_multipliers:  # then the constraints act by multipliers above 0 alone
                 acts = bool(self.multipliers.values.numpy().any())
             self.watch.observe(layer_losses[-1].item(), acts)
 

@@ -38,7 +38,7 @@ class StepObjective:
     # (a micro-batch's part of the layer losses `[L]`, its share of the items) -> scalar. The parts of all
     # micro-batches add up to the layer losses of the step.
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
+    weighted: Sequence[int]  # layers (1-based) that may have a weight in this step
     trained: Sequence[int]  # layers that it depends on at some step of the run
     # (device) -> the weights of the layer losses `[L]` there; `None` if they depend on the losses.
     weights: Callable[[torch.device], torch.Tensor] | None = None
@@ -59,7 +59,8 @@ def weighted_sum(
     def value(layer_losses: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         factors = weights(layer_losses.device)
         if len(weighted) < len(factors):
-            # The loss of a layer without weight may be infinite, and 0 * inf would be NaN.
+            # Some layers cannot have a weight now. Their losses may be infinite, and 0 * inf would be NaN. If every
+            # layer can have one, this is left out, for it costs two kernels: an infinite loss then gives NaN.
             layer_losses = torch.where(factors != 0, layer_losses, 0.0)
         # Not by `@`: under autocast, as in a custom loop, it would run in half precision.
         return (factors * layer_losses).sum()

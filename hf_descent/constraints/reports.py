@@ -59,7 +59,7 @@ class DualReports:
             self._logged[-1] += 1
 
     def add_reading(self, layer_losses: np.ndarray) -> None:
-        """Take in the losses `[L]` of a step with constraints, or of held-out examples read in that step."""
+        """Take in the losses `[L]` of a step after the warm-up, or of held-out examples read in that step."""
         self.closing.add(layer_losses)
         if self._dual.held_out is not None:
             self._is_faulty |= ~np.isfinite(layer_losses)

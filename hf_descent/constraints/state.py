@@ -116,7 +116,8 @@ class DualState:
         elif self.objective.is_linear:
             weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
         else:
-            return StepObjective(self._penalised, trained, trained)
+            return StepObjective(value=self._penalised, weighted=trained, trained=trained)
+        # The weights are asked for later, when the multipliers are there.
         return weighted_sum(partial(self.layer_weights, step), weighted, trained)
 
     def _penalised(self, parts: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
@@ -192,8 +193,8 @@ class DualState:
             self._ascent.keep_warmup_losses()
 
     def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
-        """Take in losses `[L]`: on held-out examples if there are any, else those of the step. They move the
-        multipliers if the objective has moving ones, and all losses are finite."""
+        """Take in losses `[L]`: on held-out examples if there are any, else those of the step. After the warm-up
+        they move the multipliers, if the objective has moving ones and all losses are finite."""
         is_active = not self.inactive(step)
         if is_active:
             self._reports.add_reading(layer_losses)

@@ -38,7 +38,7 @@ def prepared(trainer: Trainer, batch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
-    """The first process's batch, on every process, with labels if it has none.
+    """The first process's batch, on every process. If none of its labels count, it gets some that do.
 
     What is found out on it has to be the same everywhere, and so has the number of forwards that this takes.
     """
@@ -150,7 +150,8 @@ def find_layers(
     readout: Callable | None,
     is_minimised: bool = True,
 ) -> LayerLosses:
-    """The layer losses of a trainer's model, found and checked on a batch; ValueError if they cannot be read.
+    """The layer losses of a trainer's model, found and checked on a batch; ValueError if they cannot be read. With
+    `torch_compile` the layers are compiled here.
 
     Training minimises them, or they are only measured beside the loss of plain training (`is_minimised=False`).
     """

@@ -169,7 +169,7 @@ class RunRecord:
     # `id` of an evaluation set -> the set itself, so that no other object gets this `id`, and the layer profile of
     # plain training on it; `None` if there is none.
     plain_profiles: dict[int, tuple[Any, LayerProfile | None]] = field(default_factory=dict)
-    # File name -> the last measurement for that file, and the optimizer step after which it was made.
+    # File name -> the optimizer step after which the last measurement for that file was made, and that measurement.
     measured: dict[str, tuple[int, Result]] = field(default_factory=dict)
     # The names of the files that were written for a card.
     written: set[str] = field(default_factory=set)

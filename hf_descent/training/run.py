@@ -200,7 +200,7 @@ class DescentRun:
             # If the model was not trained here, f_0 comes from the rows evaluated, so it is found anew.
             self.objective = None
 
-    def judge_plain(self, trainer: Trainer, num_layers: int, chance: float | None) -> None:
+    def find_plain_judge(self, trainer: Trainer, num_layers: int, chance: float | None) -> None:
         """Find the problem that judges plain training. `chance` is the loss of the best constant prediction of the
         evaluated labels; it is used if the same loss on the training labels is not known."""
         has_ended = self.has_started and not trainer.is_in_train

@@ -33,6 +33,7 @@ from .evaluation.side_by_side import SideBySide, is_plain_folder
 from .hub.facts import write_card
 from .hub.render import PAPER, TAGS
 from .losses.chance import chance_of
+from .losses.layerwise import part_of_step
 from .models import give_linear_readout
 from .readout.pooling import reads_one_token
 from .readout.replay import probing
@@ -147,7 +148,8 @@ class DescentMixin:
     @property
     def multipliers(self) -> Multipliers | None:
         """The Lagrange multipliers; `multipliers.values` has one for each constraint, as [`DescentProblem`] orders
-        them. `None` until a batch of a training or an evaluation has shown the layers, and in plain training."""
+        them. Read this anew in each step: what you keep may be a step old. `None` until a batch of a training or an
+        evaluation has shown the layers, and in plain training."""
         dual = self._run.dual
         return None if dual is None else dual.multipliers
 
@@ -257,7 +259,7 @@ class DescentMixin:
             share = self._run.step.share(self._run.task.count(inputs))
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
 
-        part = torch.where(share > 0, loss, 0.0) * share
+        part = part_of_step(loss, share)
         loss = self._for_trainer(part, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 

@@ -20,14 +20,14 @@ class LossAverages:
         # Decaying sums [layers + 2] of the layer losses, of 1 and of f_L^2. Divided by the sum of 1, the others are
         # means from the first step on.
         self._sums: np.ndarray = np.zeros(num_layers + 2, dtype=np.float32)
+        self._reading = np.ones_like(self._sums)  # what the last call added to them
 
     def add(self, layer_losses: np.ndarray) -> None:
         """Take in losses `[L]`, which stand for all steps since the last call."""
-        reading = np.ones_like(self._sums)
-        reading[:-2] = layer_losses
-        reading[-1] = layer_losses[-1] ** 2
+        self._reading[:-2] = layer_losses
+        self._reading[-1] = layer_losses[-1] ** 2
         decay = AVERAGE_DECAY**self._steps_per_reading
-        self._sums += (1 - decay) * (reading - self._sums)
+        self._sums += (1 - decay) * (self._reading - self._sums)
 
     @property
     def weight(self) -> float:

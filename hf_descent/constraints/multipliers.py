@@ -188,6 +188,4 @@ def _as_array(values: Any) -> np.ndarray:
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
     """A new tensor with the values of an array, in float32."""
-    tensor = torch.empty(array.shape, dtype=torch.float32)
-    tensor.numpy()[...] = array
-    return tensor
+    return torch.from_numpy(array.astype(np.float32))

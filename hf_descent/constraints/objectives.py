@@ -84,9 +84,9 @@ class Objective:
         """The layers (1-based) whose losses it depends on at some step. The last need not be among them."""
         return set() if dual.problem is None else set(dual.problem.layers)
 
-    def skips(self, dual: "DualState", layer: int, step: int) -> bool:
-        """Whether a trained layer has no weight at `step`."""
-        return False
+    def weighted_layers(self, dual: "DualState", trained: list[int], step: int) -> list[int]:
+        """Those of the trained layers that may have a weight at `step`."""
+        return trained
 
     def weights(self, dual: "DualState", step: int) -> np.ndarray:
         """The weights of the layer losses, `[L]`, of an objective that is linear in them."""
@@ -152,8 +152,12 @@ class LayerSkip(Objective):
     def trained_layers(self, dual):
         return set(range(2, dual.num_layers + 1))  # the weight of the first layer is 0
 
-    def skips(self, dual, layer, step):
-        return not layerskip_enabled(layer, dual.num_layers, step, dual.max_steps)
+    def weighted_layers(self, dual, trained, step):
+        return [
+            layer
+            for layer in trained
+            if layerskip_enabled(layer, dual.num_layers, step, dual.max_steps)
+        ]
 
     def weights(self, dual, step):
         scale = dual.args.penalty_coefficient

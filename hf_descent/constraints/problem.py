@@ -115,6 +115,7 @@ class _Constants:
     place_of_row: Any
     ends: Any  # [2], f_0 and 1
     nothing: Any  # [1], 0
+    plain_weights: Any  # [L], those of plain training: 1 for the last layer
 
     def like(self, values: torch.Tensor) -> "_Constants":
         """The same as tensors of the type and the device of `values`."""
@@ -203,6 +204,9 @@ class DescentProblem:
         self._own_slopes = np.zeros((self.num_rows, num_layers))
         self._own_slopes[self._rows_of_constraints, self._arrays.layer] = 1.0
         self._has_own_alone = bool(self._arrays.is_fixed.all())
+        self._has_targets = bool(self._arrays.is_target.any())
+        # Whether every row has a constraint; they are in the order of their rows.
+        self._has_all_rows = self._rows_of_constraints == list(range(self.num_rows))
         self._tensors: dict[tuple, _Constants] = {}  # by type and device
 
     @property
@@ -247,6 +251,8 @@ class DescentProblem:
         constraints = self.constraints
         place_of_row = np.full(self.num_rows, len(constraints))
         place_of_row[self._rows_of_constraints] = np.arange(len(constraints))
+        plain_weights = np.zeros(self.num_layers)
+        plain_weights[-1] = 1.0
 
         return _Constants(
             layer=np.array([constraint.layer - 1 for constraint in constraints]),
@@ -260,6 +266,7 @@ class DescentProblem:
             place_of_row=place_of_row,
             ends=np.array([self.initial_loss_bound, 1.0]),
             nothing=np.zeros(1),
+            plain_weights=plain_weights,
         )
 
     @classmethod
@@ -293,7 +300,7 @@ class DescentProblem:
 
         constants = self._like(losses)
         asked, _ = self._asked(losses, level, detach)
-        if margin > 0:
+        if margin > 0 and self._has_targets:
             asked = constants.least_share.clip(min=1 - margin) * asked
 
         violations = losses[constants.layer] - asked  # [constraints]
@@ -338,14 +345,10 @@ class DescentProblem:
                 "`level` is None, and the weights of steps constraints depend on it: give f_L."
             )
         slopes = self._slopes(self._ratio(level), detach)
-
-        objective = np.zeros(self.num_layers)
-        objective[-1] = 1.0
         if isinstance(multipliers, torch.Tensor):
             slopes = torch.from_numpy(slopes).to(multipliers)
-            objective = torch.from_numpy(objective).to(multipliers)
 
-        return objective + multipliers @ slopes
+        return self._like(multipliers).plain_weights + multipliers @ slopes
 
     def lagrangian(
         self,
@@ -454,6 +457,8 @@ class DescentProblem:
 
     def _over_rows(self, values: Values) -> Values:
         """Values `[constraints]`, each in the row of its constraint; 0 in the other rows. `[rows]`."""
+        if self._has_all_rows:
+            return values
         constants = self._like(values)
         return _library(values).concatenate([values, constants.nothing])[constants.place_of_row]
 

@@ -25,6 +25,7 @@ logger.addFilter(
 )
 
 CLOSING_SHARE = 0.1  # the closing report is about this share of the steps, the last ones
+ADDED_UP_TOGETHER = 64  # steps
 
 
 class DualReports:
@@ -41,6 +42,7 @@ class DualReports:
     def __init__(self, dual: "DualState", steps_per_reading: int):
         num_layers = dual.num_layers
         self._dual = dual
+        self._new_steps: list[np.ndarray] = []  # losses [L] that `_add_up` is still to take in
         # Sums since the last log, and their count.
         self._logged = np.zeros(num_layers + 1, dtype=np.float32)
         self._is_faulty = np.zeros(num_layers, dtype=bool)  # layers that had a non-finite loss
@@ -52,11 +54,21 @@ class DualReports:
 
     def add_step(self, layer_losses: np.ndarray) -> None:
         """Take in the training losses `[L]` of a step that had items."""
-        is_finite = np.isfinite(layer_losses)
-        self._is_faulty |= ~is_finite
-        if is_finite.all():
-            self._logged[:-1] += layer_losses
-            self._logged[-1] += 1
+        # These operations take a tenth of the time right after one another, when they are in the processor's caches.
+        self._new_steps.append(layer_losses)
+        if len(self._new_steps) == ADDED_UP_TOGETHER:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Add up the losses that wait for it."""
+        for layer_losses in self._new_steps:
+            is_finite = np.isfinite(layer_losses)
+            if is_finite.all():
+                self._logged[:-1] += layer_losses
+                self._logged[-1] += 1
+            else:
+                self._is_faulty |= ~is_finite
+        self._new_steps.clear()
 
     def add_reading(self, layer_losses: np.ndarray) -> None:
         """Take in the losses `[L]` of a step after the warm-up, or of held-out examples read in that step."""
@@ -79,6 +91,7 @@ class DualReports:
         of `step`, the step to come. Violations are those of the layer losses, or with held-out examples those of the
         running means of their losses.
         """
+        self._add_up()
         logged = self._logged.copy()
         self._logged.fill(0)
         self._warn_of_faults()
@@ -236,6 +249,7 @@ class DualReports:
 
     def _warn_of_faults(self) -> None:
         """Log once a layer whose loss was not finite, in training or on the examples that move the multipliers."""
+        self._add_up()
         if self._is_faulty.any() and self.is_first("nonfinite"):
             layer = self._is_faulty.argmax() + 1
             logger.error(

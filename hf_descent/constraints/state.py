@@ -48,7 +48,8 @@ class DualState:
 
     Its numbers are on the host, since a GPU would take longer to launch the few operations on them than to compute
     them. The layer losses of a step arrive on the device. `take_step` only sends them to the host; `settled` waits for
-    them and moves the multipliers (see `transfer.py`). So whoever needs the multipliers calls `settled`.
+    them and moves the multipliers (see `transfer.py`). So whoever needs the multipliers calls `settled`. In training
+    that is the next step, for its weights.
 
     Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
 
@@ -114,7 +115,7 @@ class DualState:
         if self.inactive(step):
             weighted = [self.num_layers]
         elif self.objective.is_linear:
-            weighted = [layer for layer in trained if not self.objective.skips(self, layer, step)]
+            weighted = self.objective.weighted_layers(self, trained, step)
         else:
             return StepObjective(value=self._penalised, weighted=trained, trained=trained)
         # The weights are asked for later, when the multipliers are there.
@@ -144,8 +145,7 @@ class DualState:
     # ---- dual side ----
 
     def take_step(self, sums: torch.Tensor, step: int, layers: Any = None) -> None:
-        """Take in the layer losses of a finished optimizer step. On the CPU the dual step follows at once, on a GPU
-        when `settled` is called next.
+        """Take in the layer losses of a finished optimizer step. The dual step follows when `settled` is called next.
 
         The dual step is on these losses, or every `DUAL_EVERY` steps on those of held-out examples, which `layers`
         reads. `sums` `[L + 1]` has the sums of the layer losses, and then the number to divide them by. If this number
@@ -158,8 +158,6 @@ class DualState:
             held_out = HostCopy(self.held_out.layer_losses(layers, step // DUAL_EVERY))
 
         self._pending = _Step(step, HostCopy(sums), held_out)
-        if sums.device.type == "cpu":  # they have arrived
-            self.settled()
 
     def settled(self) -> DualAscent:
         """The multipliers, the guard and the averages after all steps so far. If the dual step of the last one is
@@ -179,10 +177,11 @@ class DualState:
     def _settle(self, step: _Step) -> None:
         """Take the dual step of an optimizer step whose losses are on the host, or wait for them."""
         totals = step.sums.numbers()  # [layers + 1]
-        layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
         if totals[-1] > 0:
             layer_losses = totals[:-1] / totals[-1]
             self._reports.add_step(layer_losses)
+        else:
+            layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
 
         if self.held_out is None:
             self._take_reading(layer_losses, step.number)

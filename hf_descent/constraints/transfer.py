@@ -11,7 +11,7 @@ import torch
 class HostCopy:
     """A copy of a small tensor, on its way to the host.
 
-    On devices other than a GPU of CUDA or ROCm the copy is made when it is read.
+    On devices other than a GPU of CUDA or ROCm the numbers are read from the tensor itself: leave that as it is.
     """
 
     def __init__(self, tensor: torch.Tensor):
@@ -33,6 +33,7 @@ class HostCopy:
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """The numbers in float32 on a device; does not wait for it."""
-    tensor = torch.empty(values.shape, pin_memory=device.type == "cuda")
-    tensor.numpy()[...] = values
+    tensor = torch.from_numpy(values.astype(np.float32))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -104,7 +104,7 @@ class ReplayedLosses:
 
         Args:
             model: as it is called in training, wrapped or not.
-            share: the micro-batch's share of the items of the optimizer step.
+            share: the micro-batch's share of the items of the optimizer step, a scalar; see `part_of_step`.
             items: the items of the optimizer step, over micro-batches and processes; if these were not counted, of the
                 micro-batch.
             key: what the random numbers of this micro-batch depend on, where tokens are sampled.
@@ -134,7 +134,7 @@ class ReplayedLosses:
         (losses,) = read_losses
         parts = losses.float()  # [layers]
         if divisor is None:
-            parts = torch.where(share > 0, parts, 0.0) * share
+            parts = part_of_step(parts, share)
         value = objective.value(parts, share)
         if self.task.uses_model_loss and has_router_loss(outputs):
             # No f_l holds the router's loss (the readout replayed layer L without it); the objective takes it as the
@@ -314,6 +314,16 @@ class TiledLosses:
 
 
 LayerLosses = ReplayedLosses | TiledLosses
+
+
+def part_of_step(means: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Mean losses of a micro-batch times its share of the step. They are 0 without items, where a mean is NaN.
+
+    `share` is a number; or a bool, where it can only be 1 or 0.
+    """
+    if share.dtype == torch.bool:  # two kernels fewer
+        return means.where(share, 0.0)
+    return means.where(share > 0, 0.0) * share
 
 
 def _unweighted(objective: StepObjective, num_layers: int) -> list[int]:

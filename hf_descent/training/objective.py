@@ -107,14 +107,14 @@ class DescentObjective:
             (100,000 if each token has one). For a denoiser whose noise is not in the batches set `initial_loss_bound`.
         args (`DescentArguments` or [`DescentConfig`]): all apply but two. For noise leave `noise_gamma` 0, and call
             inside [`EmbeddingNoise`]. With `resilience_form="slack"` set `slack_restart=False`, and call
-            `multipliers.restart_slacks()` after every epoch.
+            `objective.multipliers.restart_slacks()` after every epoch.
         max_steps (`int`): optimizer steps of the run, of which the warm-up is a part.
         readout, layer_loss_fn (*optional*): as in [`DescentTrainer`].
         seed (`int`): seed of the draw of tokens, see `readout_token_fraction`.
 
     Attributes:
         problem, multipliers: the [`DescentProblem`] and its [`Multipliers`]; `multipliers.values` has one value for
-            each constraint.
+            each constraint. Read `objective.multipliers` anew in each step: those that you keep may be a step old.
         global_step (`int`): optimizer steps so far.
 
     Example:
@@ -263,7 +263,9 @@ def _check_arguments(args: DescentArguments) -> None:
         )
 
     if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
-        remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
+        remedy = (
+            "set it to False, and call `objective.multipliers.restart_slacks()` after every epoch."
+        )
         raise ValueError(
             f"`slack_restart` is True, but a loop does not tell when an epoch ends: {remedy}"
         )

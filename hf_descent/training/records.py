@@ -76,8 +76,11 @@ class StepTotals:
         return count if self.items is None else self.items
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
-        """The share of a micro-batch of `count` items, a scalar tensor; 0 without items."""
-        return count / self.divisor(count).clamp(min=1)
+        """The share of a micro-batch of `count` items, a scalar tensor; 0 without items. If the items of the step were
+        not counted, it is `True` or `False`, and counts as 1 or 0."""
+        if self.items is None:
+            return count > 0
+        return count / self.items.clamp(min=1)
 
     def over_processes(self, part: torch.Tensor) -> torch.Tensor:
         """The part of a micro-batch, so that the mean over processes is the sum of their parts."""

@@ -66,6 +66,38 @@ def test_refuses_a_tail_that_reads_several_layers(make):
         layer_logits(make(), {"x": torch.tensor([[1.0], [-1.0]]).expand(2, 4)})
 
 
+class Keeping(nn.Module):
+    """Runs layers, and keeps what the last one received."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            self.kept = hidden
+            hidden = layer(hidden)
+        return hidden
+
+
+class WithEncoder(TwoStage):
+    """Its tail reads what its encoder returned, and what that kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Keeping(self.blocks)
+        del self.blocks
+
+    def forward(self, x):
+        hidden = self.encoder(self.embed(x))
+        return {"logits": self.head(hidden + self.encoder.kept)}
+
+
+def test_refuses_a_tail_that_reads_what_an_encoder_kept():
+    with pytest.raises(ValueError, match="earlier layers"):
+        layer_logits(WithEncoder(), {"x": torch.randn(2, 4)})
+
+
 def test_refuses_a_weighted_sum_of_layers():
     model = build("Wav2Vec2ForSequenceClassification", AUDIO | {"use_weighted_layer_sum": True})
     with pytest.raises(ValueError, match="Pass `readout=`"):

@@ -188,4 +188,6 @@ def _as_array(values: Any) -> np.ndarray:
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
     """A new tensor with the values of an array, in float32."""
-    return torch.from_numpy(array.astype(np.float32))
+    tensor = torch.empty(array.shape, dtype=torch.float32)
+    tensor.numpy()[...] = array
+    return tensor

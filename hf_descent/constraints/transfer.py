@@ -33,7 +33,6 @@ class HostCopy:
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """The numbers in float32 on a device; does not wait for it."""
-    tensor = torch.from_numpy(values.astype(np.float32))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
+    tensor = torch.empty(values.shape, pin_memory=device.type == "cuda")
+    tensor.numpy()[...] = values
     return tensor.to(device, non_blocking=True)

@@ -37,7 +37,13 @@ import numpy as np
 import torch
 from datasets import concatenate_datasets
 from harness import InTurn, RisingWeights, Runs, fit
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    set_seed,
+)
 
 from hf_descent import DescentTrainer
 from hf_descent.commands import demo
@@ -225,14 +231,30 @@ def minilm(encoder: str, folder: str, files: dict[str, str]) -> Made:
     return model, rows, settings, {"processing_class": tokenizer}
 
 
+def smollm2(options: argparse.Namespace) -> Made:
+    """The decoder as a classifier. It certifies on the test sentences of the recipe, as `controlled.jsonl` does."""
+    path = options.smollm2
+    files = (("train", "train"), ("test", "test"))
+    tokenizer, rows = texts(path, options.rt_polarity, files, max_length=48)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=2, dtype=torch.float32, pad_token_id=tokenizer.pad_token_id
+    )
+    settings = {
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 0.06,
+        "train_sampling_strategy": "group_by_length",
+    }
+    return model, rows, settings, {"processing_class": tokenizer}
+
+
 @cache
-def texts(encoder: str, folder: str, files: tuple[tuple[str, str], ...]):
+def texts(model: str, folder: str, files: tuple[tuple[str, str], ...], max_length: int = 64):
     """Tokenizer and rows: 1,000 of the training file to select on; the other files to certify, of each all rows, or
     4,000."""
-    tokenizer = load_tokenizer(encoder)
+    tokenizer = load_tokenizer(model)
     paths = {f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in files}
     arguments = DataArguments(label_column="label", max_eval_samples=4000, **paths)
-    data = tokenize(load_text_classification(arguments), tokenizer, 64)
+    data = tokenize(load_text_classification(arguments), tokenizer, max_length)
 
     rows = data["train"].shuffle(seed=0)
     held_out = [data[part] for part, _ in files if part != "train"]
@@ -334,6 +356,17 @@ TASKS = {
         default_rates=(5e-5, 1e-4, 2e-4),
         chance=math.log(2),
         needs=("minilm", "imdb"),
+    ),
+    "smollm2": Task(
+        make=smollm2,
+        exits={"two": {10: 0.25, 15: 0.1}},
+        num_layers=30,
+        steps=300,
+        batch=16,
+        rates=(1e-4,),
+        default_rates=(5e-5, 1e-4, 2e-4),
+        chance=math.log(2),
+        needs=("smollm2", "rt_polarity"),
     ),
     "lm": Task(
         make=lm,
@@ -670,6 +703,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--settings", type=json.loads, default={}, help="of ours, in place of its own, as JSON"
     )
     parser.add_argument("--stories260k", help="folder of the language model stories260K")
+    parser.add_argument("--smollm2", help="folder of the language model SmolLM2-135M")
     parser.add_argument("--alpaca", help="train.parquet of Stanford Alpaca")
     help = "compare the package's defaults to plain training, instead"
     parser.add_argument("--defaults", nargs="+", choices=TASKS, default=[], help=help)

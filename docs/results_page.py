@@ -504,7 +504,7 @@ def defaults_runs(kind: str) -> dict[str, list[dict]]:
 
 def defaults() -> str:
     rows = []
-    for kind in script("runs_to_specification").TASKS:
+    for kind in MODELS:
         model = MODELS[kind]
         for name, own in defaults_runs(kind).items():
             _, found = at_best_rate(own)
@@ -533,7 +533,7 @@ def defaults() -> str:
 def price() -> str:
     """What the defaults change at the last layer and at the middle one."""
     rows = []
-    for kind in script("runs_to_specification").TASKS:
+    for kind in MODELS:
         arms = defaults_runs(kind)
         _, plain = at_best_rate(arms["plain"])
         _, ours = at_best_rate(arms[DEFAULTS_OF[limit_of(kind)]])

@@ -845,7 +845,7 @@ RIVALS = {
     "denoiser_two": ("ours", "ours_one_more", *EVERY_ARM[1:]),
     "minilm_one": ("ours", "fixed", "deep_supervision", "layerskip", "sorted", "cut_first"),
     "minilm_two": ("ours", "fixed", "layerskip", "sorted", "cut_first"),
-    "imdb_one": ("ours", "fixed", "cut_first"),
+    "imdb_one": ("ours", "fixed", "layerskip", "sorted", "cut_first"),
 }
 MOST_EXITS = 2  # of what is asked
 LIMITS = {"2 %": {}, "none": {"max_last_layer_rise": None}}  # on the rise of f_L: settings

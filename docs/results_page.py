@@ -251,13 +251,20 @@ def text_losses() -> str:
 
 def deep_classifier(what: str, layers=(5, 10, 15, 17, 20, 25, 29, 30)) -> str:
     """Of SmolLM2's 30 layers those that show the course, the mean of two seeds; of a model that was cut first those
-    that it has."""
+    that it has. Of LayerSkip and Sorted fine-tuning there is one run each."""
     names = {"descent": "constrained, default"}
     rows = []
     for arm, (_, runs) in controlled("smollm2").items():
         course = [f"{value:.3f}" for value in np.mean([run["test"][what] for run in runs], axis=0)]
         course += [""] * (max(layers) - len(course))
         rows.append([names.get(arm, arm), *(course[layer - 1] for layer in layers)])
+
+    of_specification = {"losses": "certify", "accuracy": "values"}[what]
+    for run in lines_of("runs_to_specification.jsonl"):
+        if run["settings"]["task"] == "smollm2_two":
+            arm = "sorted" if run["settings"].get("in_turn") else run["settings"]["objective"]
+            course = run[of_specification]
+            rows.append([ARMS[arm], *(f"{course[layer - 1]:.3f}" for layer in layers)])
     return markdown(["training", *(f"layer {layer}" for layer in layers)], rows)
 
 

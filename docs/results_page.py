@@ -249,22 +249,24 @@ def text_losses() -> str:
     return means_with_spread(["data", "arm", "f_3", "f_6"], names, cells, 3)
 
 
-def deep_classifier(what: str, layers=(5, 10, 15, 17, 20, 25, 29, 30)) -> str:
+def deep_classifier(what: str, layers=(5, 10, 15, 17, 20, 25, 30), shows_rivals=True) -> str:
     """Of SmolLM2's 30 layers those that show the course, the mean of two seeds; of a model that was cut first those
-    that it has. Of LayerSkip and Sorted fine-tuning there is one run each."""
+    that it has. Other ways to exits have one run each."""
+    courses = {}
+    for arm, (_, runs) in controlled("smollm2").items():
+        courses[arm] = np.mean([run["test"][what] for run in runs], axis=0)
+    if shows_rivals:
+        values = {"losses": "certify", "accuracy": "values"}[what]
+        for run in lines_of("runs_to_specification.jsonl"):
+            if run["settings"]["task"] == "smollm2_two":
+                arm = "sorted" if run["settings"].get("in_turn") else run["settings"]["objective"]
+                courses[ARMS[arm]] = run[values]
+
     names = {"descent": "constrained, default"}
     rows = []
-    for arm, (_, runs) in controlled("smollm2").items():
-        course = [f"{value:.3f}" for value in np.mean([run["test"][what] for run in runs], axis=0)]
-        course += [""] * (max(layers) - len(course))
-        rows.append([names.get(arm, arm), *(course[layer - 1] for layer in layers)])
-
-    of_specification = {"losses": "certify", "accuracy": "values"}[what]
-    for run in lines_of("runs_to_specification.jsonl"):
-        if run["settings"]["task"] == "smollm2_two":
-            arm = "sorted" if run["settings"].get("in_turn") else run["settings"]["objective"]
-            course = run[of_specification]
-            rows.append([ARMS[arm], *(f"{course[layer - 1]:.3f}" for layer in layers)])
+    for arm, course in courses.items():
+        cells = [f"{course[layer - 1]:.3f}" if layer <= len(course) else "" for layer in layers]
+        rows.append([names.get(arm, arm), *cells])
     return markdown(["training", *(f"layer {layer}" for layer in layers)], rows)
 
 
@@ -1183,7 +1185,7 @@ TABLES = {
     "text losses": text_losses,
     "deep classifier accuracy": partial(deep_classifier, "accuracy"),
     "deep classifier loss": partial(deep_classifier, "losses"),
-    "deep classifier summary": partial(deep_classifier, "accuracy", (10, 15, 30)),
+    "deep classifier summary": partial(deep_classifier, "accuracy", (10, 15, 30), False),
     "smollm2 exits": partial(smollm2_exits, "all"),
     "smollm2 adapters": partial(smollm2_exits, "adapters"),
     "smollm2 noise": smollm2_noise,

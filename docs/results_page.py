@@ -852,7 +852,15 @@ EVERY_ARM = (
 RIVALS = {
     "denoiser_one": ("ours", "ours_normalised", *EVERY_ARM[1:]),
     "denoiser_two": ("ours", "ours_one_more", *EVERY_ARM[1:]),
-    "minilm_one": ("ours", "fixed", "deep_supervision", "layerskip", "sorted", "cut_first"),
+    "minilm_one": (
+        "ours",
+        "fixed",
+        "deep_supervision",
+        "layerskip",
+        "sorted",
+        "cut_first",
+        "cut_first_longer",
+    ),
     "minilm_two": ("ours", "fixed", "layerskip", "sorted", "cut_first"),
     "imdb_one": ("ours", "fixed", "layerskip", "sorted", "cut_first"),
 }

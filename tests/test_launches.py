@@ -43,6 +43,13 @@ def test_what_is_beyond_plain_training_adds_up():
     assert found["calls"]["readout"] > 0
 
 
+@pytest.mark.slow
+def test_every_process_gives_its_rounds():
+    seconds = launches.time_in_processes("ut", rounds=2, processes=2)
+    assert {arm: len(measured) for arm, measured in seconds.items()} == {"plain": 4, "ours": 4}
+    assert all(value > 0 for measured in seconds.values() for value in measured)
+
+
 def test_a_kernel_is_what_computes():
     x = torch.ones(3, 4)
     with launches.KernelCount() as counted:

@@ -17,6 +17,7 @@ class LossAverages:
 
     def __init__(self, num_layers: int, steps_per_reading: int):
         self._steps_per_reading = steps_per_reading
+        self._decay = AVERAGE_DECAY**steps_per_reading
         # Decaying sums [layers + 2] of the layer losses, of 1 and of f_L^2. Divided by the sum of 1, the others are
         # means from the first step on.
         self._sums: np.ndarray = np.zeros(num_layers + 2, dtype=np.float32)
@@ -26,8 +27,7 @@ class LossAverages:
         """Take in losses `[L]`, which stand for all steps since the last call."""
         self._reading[:-2] = layer_losses
         self._reading[-1] = layer_losses[-1] ** 2
-        decay = AVERAGE_DECAY**self._steps_per_reading
-        self._sums += (1 - decay) * (self._reading - self._sums)
+        self._sums += (1 - self._decay) * (self._reading - self._sums)
 
     @property
     def weight(self) -> float:

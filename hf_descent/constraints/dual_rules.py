@@ -16,18 +16,16 @@ DAMPING = 200.0  # K of "pi"
 
 
 class Moments:
-    """What a rule remembers about the gradients so far, in float32.
+    """What a rule remembers about the gradients so far; arrays are in float32.
 
     Attributes:
-        steps (`np.ndarray`): their number, the present one included, `[1]`.
+        steps (`int`): their number, the present one included.
         mean (`np.ndarray`): their running mean, `[rows]`.
         square (`np.ndarray`): the running mean of their squares, `[rows]`; only "adam" uses it.
     """
 
-    NAMES = ("steps", "mean", "square")
-
     def __init__(self, size: int):
-        self.steps = np.zeros(1, dtype=np.float32)
+        self.steps = 0
         self.mean = np.zeros(size, dtype=np.float32)
         self.square = np.zeros(size, dtype=np.float32)
 
@@ -65,5 +63,5 @@ RULES: dict[str, Callable[[np.ndarray, Moments], np.ndarray]] = {
 
 def direction(rule: str, gradient: np.ndarray, moments: Moments) -> np.ndarray:
     """The direction `[rows]` of the next step, by the rule of that name."""
-    moments.steps = moments.steps + np.float32(1)
+    moments.steps += 1
     return RULES[rule](gradient, moments)

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from .dual_rules import RULES, Moments, direction
+from .transfer import all_finite, as_tensor
 
 
 OPTIMS = tuple(RULES)
@@ -96,7 +97,7 @@ class Multipliers:
         violations.
         """
         violations = _as_array(violations)
-        if not np.isfinite(violations).all():
+        if not all_finite(violations):
             return
 
         before = self.values.numpy()
@@ -117,13 +118,13 @@ class Multipliers:
             # Simultaneous update: the slacks see the multipliers from before this step.
             slacks = self.slacks.numpy()
             descent = direction(self.optim, slacks / self.resilience - before, self.slack_moments)
-            self.slacks = _as_tensor((slacks - self.slack_learning_rate * descent).clip(min=0))
-        self.values = _as_tensor(values)
+            self.slacks = as_tensor((slacks - self.slack_learning_rate * descent).clip(min=0))
+        self.values = as_tensor(values)
 
     @property
     def steps(self) -> int:
         """The number of steps so far."""
-        return int(self.moments.steps.item())
+        return self.moments.steps
 
     @property
     def relaxation(self) -> torch.Tensor:
@@ -140,8 +141,9 @@ class Multipliers:
         """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[rows]`, the step count `[1]`)."""
         tensors = {"values": self.values.clone(), "slacks": self.slacks.clone()}
         for prefix, moments in self._moments_by_prefix():
-            for name in Moments.NAMES:
-                tensors[prefix + name] = _as_tensor(getattr(moments, name))
+            tensors[prefix + "steps"] = torch.tensor([moments.steps], dtype=torch.float32)
+            tensors[prefix + "mean"] = as_tensor(moments.mean.copy())
+            tensors[prefix + "square"] = as_tensor(moments.square.copy())
         return tensors
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -152,8 +154,9 @@ class Multipliers:
         self.values = state["values"].to(self.values, copy=True)
         self.slacks = state["slacks"].to(self.slacks, copy=True)
         for prefix, moments in self._moments_by_prefix():
-            for name in Moments.NAMES:
-                setattr(moments, name, _as_array(state[prefix + name]).copy())
+            moments.steps = int(state[prefix + "steps"].item())
+            moments.mean = _as_array(state[prefix + "mean"]).copy()
+            moments.square = _as_array(state[prefix + "square"]).copy()
 
     def _moments_by_prefix(self) -> list[tuple[str, Moments]]:
         """The moments of multipliers and slacks, each after the prefix of its names in a saved state."""
@@ -184,10 +187,3 @@ def _as_array(values: Any) -> np.ndarray:
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().float().numpy()
     return np.asarray(values, dtype=np.float32)
-
-
-def _as_tensor(array: np.ndarray) -> torch.Tensor:
-    """A new tensor with the values of an array, in float32."""
-    tensor = torch.empty(array.shape, dtype=torch.float32)
-    tensor.numpy()[...] = array
-    return tensor

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class StepObjective:
     """What a training step minimises, as a function of the layer losses."""
 
-    # (a micro-batch's part of the layer losses `[L]`, its share of the items) -> scalar. The parts of all
+    # (a micro-batch's part of the layer losses `[L]` in float32, its share of the items) -> scalar. The parts of all
     # micro-batches add up to the layer losses of the step.
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     weighted: Sequence[int]  # layers (1-based) that may have a weight in this step
@@ -63,7 +63,7 @@ def weighted_sum(
             # layer can have one, this is left out, for it costs two kernels: an infinite loss then gives NaN.
             layer_losses = torch.where(factors != 0, layer_losses, 0.0)
         # Not by `@`: under autocast, as in a custom loop, it would run in half precision.
-        return (factors * layer_losses).sum()
+        return torch.dot(factors, layer_losses)
 
     return StepObjective(value, weighted, trained, weights)
 

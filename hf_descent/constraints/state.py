@@ -16,7 +16,7 @@ from .objectives import StepObjective, weighted_sum
 from .problem import AT_CHANCE, DescentProblem
 from .reports import DualReports
 from .saved_state import STATE_NAME, read_state, write_state
-from .transfer import HostCopy
+from .transfer import HostCopy, all_finite
 
 
 if TYPE_CHECKING:
@@ -177,8 +177,9 @@ class DualState:
     def _settle(self, step: _Step) -> None:
         """Take the dual step of an optimizer step whose losses are on the host, or wait for them."""
         totals = step.sums.numbers()  # [layers + 1]
-        if totals[-1] > 0:
-            layer_losses = totals[:-1] / totals[-1]
+        divisor = totals[-1].item()
+        if divisor > 0:
+            layer_losses = totals[:-1] / divisor
             self._reports.add_step(layer_losses)
         else:
             layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
@@ -197,7 +198,7 @@ class DualState:
         is_active = not self.inactive(step)
         if is_active:
             self._reports.add_reading(layer_losses)
-        if not np.isfinite(layer_losses).all():
+        if not all_finite(layer_losses):
             return
 
         self._ascent.observe(layer_losses, is_active)

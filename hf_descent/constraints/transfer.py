@@ -4,6 +4,8 @@ On a GPU both ways are asynchronous. The numbers of a step are needed again when
 layers. By then they have long arrived, so waiting for them costs nothing, and the device is busy with the next step.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -15,11 +17,11 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor.detach().float()
+        self._tensor = tensor.detach()
         self._arrival: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
             on_device = self._tensor
-            self._tensor = torch.empty(on_device.shape, pin_memory=True)
+            self._tensor = torch.empty(on_device.shape, dtype=torch.float32, pin_memory=True)
             self._tensor.copy_(on_device, non_blocking=True)
             self._arrival = torch.cuda.Event()
             self._arrival.record(torch.cuda.current_stream(tensor.device))
@@ -28,11 +30,24 @@ class HostCopy:
         """The numbers in float32, once they have arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._tensor.cpu().numpy()
+        return self._tensor.to("cpu", torch.float32).numpy()
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The numbers in float32 on a device; does not wait for it."""
-    tensor = torch.empty(values.shape, pin_memory=device.type == "cuda")
-    tensor.numpy()[...] = values
+    """The numbers `[n]` in float32 on a device; does not wait for it. On the CPU they may share the array's memory."""
+    tensor = as_tensor(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def as_tensor(values: np.ndarray) -> torch.Tensor:
+    """The numbers `[n]` of an array in float32. The tensor may share the array's memory."""
+    # `torch.from_numpy` dispatches `lift_fresh`, as do copies of Python's numbers to a device, which tests count.
+    return torch.frombuffer(np.ascontiguousarray(values, dtype=np.float32), dtype=torch.float32)
+
+
+def all_finite(values: np.ndarray) -> bool:
+    """Whether none of a few numbers `[n]` is infinite or NaN."""
+    # For so few numbers Python is faster than two operations of NumPy.
+    return all(map(math.isfinite, values.ravel().tolist()))

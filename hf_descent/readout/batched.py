@@ -64,11 +64,13 @@ def quick_cross_entropy(
         return _cross_entropy(
             input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
         )
-    is_counted = target.ne(ignore_index)  # [n]
-    places = target.where(is_counted, 0)
-    scores = input.log_softmax(1).gather(1, places[:, None])  # [n, 1]
+    target = target.unsqueeze(1)  # [n, 1]
+    is_ignored = target.eq(ignore_index)
+    places = target.masked_fill(is_ignored, 0)
+    scores = input.log_softmax(1).gather(1, places).masked_fill(is_ignored, 0.0)  # [n, 1]
     # The sign on the number, which has no gradient, saves a kernel in the backward pass.
-    return scores.where(is_counted[:, None], 0.0).sum() / -is_counted.sum()
+    minus_counted = is_ignored.sum() - is_ignored.numel()
+    return scores.sum() / minus_counted
 
 
 def run_together(

@@ -301,7 +301,7 @@ class _Call:
             if isinstance(read, torch.Tensor):
                 parts.append(read)
             else:
-                parts += [loss[None] for loss in read]
+                parts += [loss.unsqueeze(0) for loss in read]
             order += group
 
         losses = torch.cat(parts)  # [layers], in the order in which they were read

@@ -88,7 +88,7 @@ class StepTotals:
 
     def add(self, losses: MicroBatchLosses, share: torch.Tensor) -> None:
         """Add the layer losses of a micro-batch, and its `share`."""
-        parts = torch.cat([losses.parts, share.to(losses.parts)[None]])  # [layers + 1]
+        parts = torch.cat([losses.parts, share.to(losses.parts).unsqueeze(0)])  # [layers + 1]
         if self.sums is not None:
             parts = self.sums + parts
         self.sums = parts

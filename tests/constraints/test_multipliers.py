@@ -27,6 +27,13 @@ def test_steps_equal_a_torch_optimizer_with_projection(optim, resilience):
     assert multipliers.values.dtype == torch.float32
 
 
+def test_the_first_step_of_adam_is_of_the_step_size_whatever_the_violation():
+    multipliers = Multipliers(3, 0.05, optim="adam")
+    multipliers.step(torch.tensor([0.1, 3.0, 20.0]))
+    expected = torch.full((3,), 0.05)
+    torch.testing.assert_close(multipliers.values, expected, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize(
     ("optim", "given", "taken"), [("adam", 0.03, 0.03), ("sgd", 0.7, 0.7), ("sgd", 1.0, 0.5)]
 )

@@ -18,12 +18,12 @@ DATA = classification_data(32)
 
 @pytest.mark.parametrize("data", [DATA, Stream(DATA)], ids=["sized", "stream"])
 def test_slacks_start_afresh_with_every_pass_over_the_data(tmp_path, data):
-    callback, seen = watch("on_step_end", lambda *_: trainer.multipliers.slack_moments.steps.item())
+    callback, seen = watch("on_step_end", lambda *_: trainer.multipliers.slack_moments.steps)
     args = config(tmp_path, max_steps=10, resilience=1.0, resilience_form="slack")
     trainer = DescentTrainer(bert(), args, train_dataset=data, callbacks=[callback])
     trainer.train()
     seen = dict(enumerate(seen, start=1))  # by step
-    assert trainer.multipliers.slack_moments.steps.item() == 2
+    assert trainer.multipliers.slack_moments.steps == 2
     if data is not DATA:
         assert seen[5] == seen[9] == 1
     if data is DATA:  # of which the last step is known: a callback that saves there comes after

@@ -52,7 +52,7 @@ class DualAscent:
         self.warmup_losses = np.zeros(num_layers, dtype=np.float32)
         self._steps_per_reading = steps_per_reading
 
-    def observe(self, layer_losses: np.ndarray, is_active: bool) -> None:
+    def observe(self, layer_losses: Sequence[float], is_active: bool) -> None:
         """Take in losses `[L]` of a step with the present multipliers, and whether the objective had constraints in
         that step. The multipliers do not move."""
         self.averages.add(layer_losses)
@@ -60,7 +60,7 @@ class DualAscent:
             acts = is_active
             if self._moves_multipliers:  # then the constraints act by multipliers above 0 alone
                 acts = any(self.multipliers.values.tolist())
-            self.watch.observe(layer_losses[-1].item(), acts)
+            self.watch.observe(layer_losses[-1], acts)
 
     def keep_warmup_losses(self) -> None:
         """Keep the present averages as those of the warm-up."""

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from .dual_rules import RULES, Moments, direction
-from .transfer import all_finite, as_tensor
+from .transfer import as_tensor
 
 
 OPTIMS = tuple(RULES)
@@ -97,7 +97,7 @@ class Multipliers:
         violations.
         """
         violations = _as_array(violations)
-        if not all_finite(violations):
+        if not np.isfinite(violations).all():
             return
 
         before = self.values.numpy()

@@ -25,7 +25,6 @@ logger.addFilter(
 )
 
 CLOSING_SHARE = 0.1  # the closing report is about this share of the steps, the last ones
-ADDED_UP_TOGETHER = 64  # steps
 
 
 class DualReports:
@@ -42,39 +41,30 @@ class DualReports:
     def __init__(self, dual: "DualState", steps_per_reading: int):
         num_layers = dual.num_layers
         self._dual = dual
-        self._new_steps: list[np.ndarray] = []  # losses [L] that `_add_up` is still to take in
-        # Sums since the last log, and their count.
-        self._logged = np.zeros(num_layers + 1, dtype=np.float32)
-        self._is_faulty = np.zeros(num_layers, dtype=bool)  # layers that had a non-finite loss
+        # Sums of the losses since the last log, and the number of steps.
+        self._logged = [0.0] * num_layers
+        self._logged_steps = 0
+        self._faulty: set[int] = set()  # layers that had a non-finite loss
         self._reported: set[str] = set()
         closing = math.ceil(CLOSING_SHARE * dual.max_steps / steps_per_reading)
         self.closing = LossWindow(closing, num_layers)
 
     # ---- what they are about ----
 
-    def add_step(self, layer_losses: np.ndarray) -> None:
+    def add_step(self, layer_losses: Sequence[float]) -> None:
         """Take in the training losses `[L]` of a step that had items."""
-        # These operations take a tenth of the time right after one another, when they are in the processor's caches.
-        self._new_steps.append(layer_losses)
-        if len(self._new_steps) == ADDED_UP_TOGETHER:
-            self._add_up()
+        faulty = _not_finite(layer_losses)
+        if faulty:
+            self._faulty.update(faulty)
+            return
+        self._logged = [total + loss for total, loss in zip(self._logged, layer_losses)]
+        self._logged_steps += 1
 
-    def _add_up(self) -> None:
-        """Add up the losses that wait for it."""
-        for layer_losses in self._new_steps:
-            is_finite = np.isfinite(layer_losses)
-            if is_finite.all():
-                self._logged[:-1] += layer_losses
-                self._logged[-1] += 1
-            else:
-                self._is_faulty |= ~is_finite
-        self._new_steps.clear()
-
-    def add_reading(self, layer_losses: np.ndarray) -> None:
+    def add_reading(self, layer_losses: Sequence[float]) -> None:
         """Take in the losses `[L]` of a step after the warm-up, or of held-out examples read in that step."""
         self.closing.add(layer_losses)
         if self._dual.held_out is not None:
-            self._is_faulty |= ~np.isfinite(layer_losses)
+            self._faulty.update(_not_finite(layer_losses))
 
     def is_first(self, subject: str) -> bool:
         """Whether nothing has been logged about `subject` yet; from then on it counts as logged."""
@@ -91,15 +81,17 @@ class DualReports:
         of `step`, the step to come. Violations are those of the layer losses, or with held-out examples those of the
         running means of their losses.
         """
-        self._add_up()
-        logged = self._logged.copy()
-        self._logged.fill(0)
+        sums = np.array(self._logged, dtype=np.float32)  # [layers]
+        count = self._logged_steps
+        self._logged = [0.0] * len(sums)
+        self._logged_steps = 0
+
         self._warn_of_faults()
         self._warn_of_rise(ascent)
-        if logged[-1] == 0:
+        if count == 0:
             return {}
 
-        losses = logged[:-1] / logged[-1]  # [layers]
+        losses = sums / count
         logs = _numbered("layer_loss", losses)
         if self._dual.problem is not None:
             logs.update(self._constraint_logs(ascent, losses, step))
@@ -249,12 +241,16 @@ class DualReports:
 
     def _warn_of_faults(self) -> None:
         """Log once a layer whose loss was not finite, in training or on the examples that move the multipliers."""
-        self._add_up()
-        if self._is_faulty.any() and self.is_first("nonfinite"):
-            layer = self._is_faulty.argmax() + 1
+        if self._faulty and self.is_first("nonfinite"):
+            layer = min(self._faulty)
             logger.error(
                 f"The loss of layer {layer} was not finite; such losses do not move the multipliers."
             )
+
+
+def _not_finite(layer_losses: Sequence[float]) -> list[int]:
+    """The layers (1-based) whose losses are infinite or NaN."""
+    return [layer for layer, loss in enumerate(layer_losses, start=1) if not math.isfinite(loss)]
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The dual side of a training run: its problem, its warm-up, and when the losses of a step move the multipliers."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -16,7 +17,7 @@ from .objectives import StepObjective, weighted_sum
 from .problem import AT_CHANCE, DescentProblem
 from .reports import DualReports
 from .saved_state import STATE_NAME, read_state, write_state
-from .transfer import HostCopy, all_finite
+from .transfer import HostCopy
 
 
 if TYPE_CHECKING:
@@ -176,13 +177,12 @@ class DualState:
 
     def _settle(self, step: _Step) -> None:
         """Take the dual step of an optimizer step whose losses are on the host, or wait for them."""
-        totals = step.sums.numbers()  # [layers + 1]
-        divisor = totals[-1].item()
+        *sums, divisor = step.sums.numbers()
         if divisor > 0:
-            layer_losses = totals[:-1] / divisor
+            layer_losses = [value / divisor for value in sums]
             self._reports.add_step(layer_losses)
         else:
-            layer_losses = np.full(self.num_layers, np.nan, dtype=np.float32)
+            layer_losses = [math.nan] * self.num_layers
 
         if self.held_out is None:
             self._take_reading(layer_losses, step.number)
@@ -192,18 +192,18 @@ class DualState:
         if step.number + 1 == self.active_from and self._has_learned():
             self._ascent.keep_warmup_losses()
 
-    def _take_reading(self, layer_losses: np.ndarray, step: int) -> None:
+    def _take_reading(self, layer_losses: list[float], step: int) -> None:
         """Take in losses `[L]`: on held-out examples if there are any, else those of the step. After the warm-up
         they move the multipliers, if the objective has moving ones and all losses are finite."""
         is_active = not self.inactive(step)
         if is_active:
             self._reports.add_reading(layer_losses)
-        if not all_finite(layer_losses):
+        if not all(map(math.isfinite, layer_losses)):
             return
 
         self._ascent.observe(layer_losses, is_active)
         if is_active and self.objective.moves_multipliers:
-            violations = self.acting_violations(layer_losses)
+            violations = self.acting_violations(np.array(layer_losses, dtype=np.float32))
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
             self._ascent.ascend(violations)

@@ -4,8 +4,6 @@ On a GPU both ways are asynchronous. The numbers of a step are needed again when
 layers. By then they have long arrived, so waiting for them costs nothing, and the device is busy with the next step.
 """
 
-import math
-
 import numpy as np
 import torch
 
@@ -17,7 +15,7 @@ class HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor.detach()
+        self._tensor = tensor.detach().float()
         self._arrival: torch.cuda.Event | None = None
         if tensor.device.type == "cuda":
             on_device = self._tensor
@@ -26,11 +24,11 @@ class HostCopy:
             self._arrival = torch.cuda.Event()
             self._arrival.record(torch.cuda.current_stream(tensor.device))
 
-    def numbers(self) -> np.ndarray:
-        """The numbers in float32, once they have arrived."""
+    def numbers(self) -> list[float]:
+        """The numbers, rounded to float32, once they have arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._tensor.to("cpu", torch.float32).numpy()
+        return self._tensor.tolist()
 
 
 def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -45,9 +43,3 @@ def as_tensor(values: np.ndarray) -> torch.Tensor:
     """The numbers `[n]` of an array in float32. The tensor may share the array's memory."""
     # `torch.from_numpy` dispatches `lift_fresh`, as do copies of Python's numbers to a device, which tests count.
     return torch.frombuffer(np.ascontiguousarray(values, dtype=np.float32), dtype=torch.float32)
-
-
-def all_finite(values: np.ndarray) -> bool:
-    """Whether none of a few numbers `[n]` is infinite or NaN."""
-    # For so few numbers Python is faster than two operations of NumPy.
-    return all(map(math.isfinite, values.ravel().tolist()))

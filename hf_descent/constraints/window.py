@@ -1,5 +1,9 @@
 """The layer losses of the last steps, one by one, so that a report can say exactly which steps its means are over."""
 
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -12,14 +16,12 @@ class LossWindow:
     """
 
     def __init__(self, size: int, num_layers: int):
-        self.size = max(size, 1)
-        self.count = 0  # steps added so far
-        self._rows = np.full((self.size, num_layers), np.nan, dtype=np.float32)
+        self._num_layers = num_layers
+        self._rows: deque[array] = deque(maxlen=max(size, 1))  # each in float32
 
-    def add(self, layer_losses: np.ndarray) -> None:
+    def add(self, layer_losses: Sequence[float]) -> None:
         """Add the losses `[L]` of a step. If one is not finite, the step takes its place but counts for nothing."""
-        self._rows[self.count % self.size] = layer_losses
-        self.count += 1
+        self._rows.append(array("f", layer_losses))
 
     @property
     def rows(self) -> np.ndarray:
@@ -30,16 +32,14 @@ class LossWindow:
     @property
     def kept(self) -> np.ndarray:
         """The losses of the steps kept, in their order; `[steps, L]`, a copy."""
-        steps = np.arange(max(0, self.count - self.size), self.count)
-        return self._rows[steps % self.size]
+        return np.array(self._rows, dtype=np.float32).reshape(-1, self._num_layers)
 
     def restore(self, rows: np.ndarray) -> None:
         """Take over the last `size` steps that another window `kept`; ValueError for another number of layers."""
-        if rows.ndim != 2 or rows.shape[1] != self._rows.shape[1]:
+        if rows.ndim != 2 or rows.shape[1] != self._num_layers:
             raise ValueError(f"the losses of the last steps have shape {list(rows.shape)}")
-        self.count = 0
-        self._rows.fill(np.nan)
-        for row in rows[-self.size :]:
+        self._rows.clear()
+        for row in rows.tolist():
             self.add(row)
 
 

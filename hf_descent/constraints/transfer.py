@@ -41,5 +41,5 @@ def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def as_tensor(values: np.ndarray) -> torch.Tensor:
     """The numbers `[n]` of an array in float32. The tensor may share the array's memory."""
-    # `torch.from_numpy` dispatches `lift_fresh`, as do copies of Python's numbers to a device, which tests count.
+    # Not `torch.from_numpy`: it dispatches `lift_fresh`, by which tests count copies of Python's numbers to a device.
     return torch.frombuffer(np.ascontiguousarray(values, dtype=np.float32), dtype=torch.float32)

@@ -304,14 +304,15 @@ class _Call:
                 parts += [loss.unsqueeze(0) for loss in read]
             order += group
 
-        losses = torch.cat(parts)  # [layers], in the order in which they were read
+        # [layers], in the order in which they were read
+        losses = parts[0] if len(parts) == 1 else torch.cat(parts)
         if order == layers:
             return losses
         by_layer = dict(zip(order, losses))
         return torch.stack([by_layer[layer] for layer in layers])
 
     def together(self, layers):
-        """What the layers below the last give, by a single run."""
+        """What these layers give, by a single run."""
         answers = [self._tape.layer_outputs[layer - 1] for layer in layers]
         return run_together(self._from_answer, answers)
 
@@ -323,23 +324,34 @@ class _Call:
         return self._from_answer(self._tape.layer_outputs[layer - 1], is_last)
 
     def _groups(self, layers, no_grad_layers):
-        """(layers that are read together, whether with gradient) pairs; the last layer stays alone."""
-        # Outputs with gradient are read one by one: parts of a batch cannot be written into.
-        is_batched = self._score is not None or not torch.is_grad_enabled()
+        """(layers that are read together, whether with gradient) pairs."""
         pairs = []
         for has_grad in (True, False):
             chosen = [layer for layer in layers if (layer not in no_grad_layers) == has_grad]
-            below = [layer for layer in chosen if layer < self._readout.num_layers]
-            parts = [[layer] for layer in below]
-            if is_batched and self._readout.is_batched and len(below) > 1:
-                bytes_made = bytes_of(self._outputs)
-                keeps = has_grad and torch.is_grad_enabled()
-                parts = groups(self._tape.layer_outputs, below, bytes_made, keeps)
-            if len(chosen) > len(below):
-                parts.append([self._readout.num_layers])
-            pairs += [(part, has_grad) for part in parts]
-
+            keeps = has_grad and torch.is_grad_enabled()
+            pairs += [(part, has_grad) for part in self._parts(chosen, keeps)]
         return pairs
+
+    def _parts(self, layers, keeps):
+        """The layers in groups that are read together; `keeps`: whether for a backward pass."""
+        last = self._readout.num_layers
+        below = [layer for layer in layers if layer < last]
+        # Outputs with gradient are read one by one: parts of a batch cannot be written into.
+        is_batched = self._score is not None or not torch.is_grad_enabled()
+        if not (is_batched and self._readout.is_batched and len(below) > 1):
+            return [[layer] for layer in layers]
+
+        bytes_made = bytes_of(self._outputs)
+        has_last = len(layers) > len(below)
+        if has_last and keeps and self._readout.readout is None:
+            # If the last layer is read again, with the others, the model's own readout needs no backward pass.
+            parts = groups(self._tape.layer_outputs, layers, bytes_made, keeps)
+            if len(parts) == 1:
+                return parts
+        parts = groups(self._tape.layer_outputs, below, bytes_made, keeps)
+        if has_last:
+            parts.append([last])
+        return parts
 
     def _read(self, group):
         if len(group) == 1:

@@ -39,8 +39,9 @@ def scores_and_gradients(model, batch, readout, no_grad_layers=(), score=score):
 
 def assert_equal(found, expected):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    largest = max(float(gradient.abs().max()) for gradient in expected[1])
     for one, other in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * max(1.0, largest))
     assert torch.equal(found[2], expected[2])
 
 
@@ -73,7 +74,7 @@ def test_equals_one_by_one_with_dropout(name, runs):
     assert readout.is_batched
     runs.clear()
     assert_equal(scores_and_gradients(model, batch, readout), expected)
-    assert runs == [readout.num_layers - 1]
+    assert runs == [readout.num_layers]
 
 
 def test_layers_without_weight_get_no_gradient(runs):
@@ -85,7 +86,7 @@ def test_layers_without_weight_get_no_gradient(runs):
     runs.clear()
     found = scores_and_gradients(model, batch, readout, no_grad_layers=[1, 3, 5])
     assert_equal(found, expected)
-    assert runs == [2, 3]
+    assert runs == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,42 @@ def test_lora_with_a_trained_head(runs):
     readout.check_batching(batch, score)
     runs.clear()
     assert_equal(scores_and_gradients(model, batch, readout), expected)
-    assert runs == [3]
+    assert runs == [4]
+
+
+def test_the_own_readout_of_the_last_layer_has_no_backward_pass_beside_that_of_all():
+    model = bert(num_layers=4, dropout=0.1)
+    batch = next(batches(classification_data()))
+    readout = Readout.probe(model, batch)
+    readout.check_batching(batch, score)
+    passed = []
+    found = []
+    model.train()
+    with readout.attach_loss(
+        lambda outputs: outputs["loss"], lambda losses, _: found.append(losses)
+    ):
+        outputs = model(**batch)
+    outputs["loss"].register_hook(passed.append)
+    torch.testing.assert_close(found[0][-1], outputs["loss"], rtol=1e-6, atol=1e-6)
+    found[0].sum().backward()
+    assert not passed
+    assert model.classifier.weight.grad.abs().max() > 0
+
+
+def test_the_last_layer_stays_alone_where_it_would_take_too_much_memory(runs, monkeypatch):
+    model = bert(num_layers=4, dropout=0.1)
+    batch = next(batches(classification_data()))
+    readout = Readout.probe(model, batch)
+    expected = scores_and_gradients(model, batch, readout)
+    readout.check_batching(batch, score)
+    outputs = model(**batch)
+    hidden = model.bert(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+    of_a_layer = batched.bytes_of([hidden, outputs])
+    for most, read in ((4, [4]), (3, [3]), (2, [])):
+        monkeypatch.setitem(batched.STACKED_BYTES, "cpu", most * of_a_layer)
+        runs.clear()
+        assert_equal(scores_and_gradients(model, batch, readout), expected)
+        assert runs == read
 
 
 def test_a_single_run_with_other_results_is_not_taken():

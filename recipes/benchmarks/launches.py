@@ -319,7 +319,7 @@ CASES = {
 class BareTrainer(Trainer):
     """The least that a training on the losses of all of BERT's layers does: no constraints, no checks, no logs.
 
-    What follows the layers runs once for all layers below the last, and the weights of the losses are constant.
+    What follows the layers runs once more, for all layers, and the weights of the losses are constant.
     """
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -337,9 +337,9 @@ class BareTrainer(Trainer):
             logits = model.classifier(model.dropout(model.bert.pooler(hidden)))
             return cross_entropy(logits, inputs["labels"])
 
-        below = torch.stack(states[:-1])  # [layers - 1, batch, tokens, width]
-        losses = torch.func.vmap(loss_of, randomness="same")(below)  # [layers - 1]
-        loss = outputs.loss + 0.5 * losses.sum()
+        hidden_states = torch.stack(states)  # [layers, batch, tokens, width]
+        losses = torch.func.vmap(loss_of, randomness="same")(hidden_states)  # [layers]
+        loss = losses.sum()
         return (loss, outputs) if return_outputs else loss
 
 

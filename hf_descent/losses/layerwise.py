@@ -83,6 +83,11 @@ class ReplayedLosses:
         score = partial(self._measured, inputs=inputs, items=self.task.count(inputs))
         self.readout.check_batching(self.task.model_inputs(inputs), score)
 
+    def find_joining(self, inputs: Mapping[str, Any]) -> None:
+        """Find out on a batch whether a training step may read the last layer with the others."""
+        loss = partial(self.task, inputs=inputs, items=self.task.count(inputs))
+        self.readout.check_joining(self.task.model_inputs(inputs), loss)
+
     def _measured(self, outputs, inputs, items):
         """A layer's outputs, their loss and that of each row, where it follows from the outputs."""
         split = None
@@ -411,6 +416,8 @@ def find_layer_losses(
             task.takes_items = task.divides_by_items(inputs)
         losses = ReplayedLosses(replay, task, chance_loss, token_statistics)
         losses.find_batching(inputs)
+        if trains:
+            losses.find_joining(inputs)
         _report_replay(readout, trains)
         return losses
 

@@ -78,6 +78,7 @@ class Readout:
         self._head = embeddings(model, "output")
         self._active = self._active_adapters()
         self.is_batched = False  # see `check_batching`
+        self.joins_last = False  # see `check_joining`
 
     def fits(self, model) -> bool:
         """Whether this is still a readout of `model`: no more once its head is another, or its active adapters are."""
@@ -142,7 +143,8 @@ class Readout:
             on_layer: `on_layer(layer, outputs, hidden)`, called for each layer in increasing order with the outputs
                 that the model would give if it stopped after `layer`, and that layer's hidden state with its graph.
                 For layer L these are the model's own outputs; with an auxiliary router loss layer L is replayed too,
-                so that its loss is the task loss alone. Logits of layer L by a `readout` replace the model's own.
+                so that its loss is the task loss alone, and where `check_joining` found it to be the same, a `score`
+                with gradient is of a replay. Logits of layer L by a `readout` replace the model's own.
             layers: which of 1..L; all by default.
             no_grad_layers: layers that are replayed without gradient.
             score: `score(outputs)`, a tensor that `on_layer` gets in the place of the outputs.
@@ -212,15 +214,51 @@ class Readout:
         else:
             self.is_batched = True
 
+    def check_joining(self, inputs, loss) -> None:
+        """Find out on a batch whether a training step may read the last layer with the others: whether this gives the
+        loss of the model's own call, and its gradients. `loss(outputs)` is a scalar.
+
+        It does not where the loss depends on numbers that the model draws before its layers, where a replay leaves out
+        a term of the loss, or where the gradients of what follows the layers are changed by hooks.
+        """
+        self.joins_last = False
+        if not self.is_batched or self.readout is not None:
+            return
+        tape = Tape(self.model, self.stack)
+        parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
+
+        def gradients(value):
+            return torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+
+        def check(args, kwargs, outputs):
+            call = _Call(self, tape, args, kwargs, outputs, loss)
+            last = self.num_layers
+            own = call.alone(last)
+            joined = call.together([last - 1, last])[-1]
+            _require_equal(joined, own)
+            _require_equal_gradients(gradients(joined), gradients(own))
+
+        # A forward in train mode changes running statistics.
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            with probing(self.model), torch.enable_grad(), taped(tape, check):
+                self.model.train()
+                self.model(**inputs)
+        except Exception as error:
+            _raise_if_out_of_memory(error)
+            logger.info(f"The last layer is read alone: with the others, {_in_short(error)}.")
+        else:
+            self.joins_last = True
+        finally:
+            with torch.no_grad():
+                for buffer, own in buffers:
+                    buffer.copy_(own)
+
     def stop_batching(self, error: Exception) -> None:
         """Read the layers one by one from now on, because of an error; out of memory is raised again."""
-        if isinstance(error, RuntimeError) and should_reduce_batch_size(RuntimeError(str(error))):
-            raise error
+        _raise_if_out_of_memory(error)
         self.is_batched = False
-        reason = type(error).__name__
-        if str(error):
-            reason = str(error).split("\n")[0][:200]
-        logger.info(f"Layers are read one by one: read together, {reason}.")
+        logger.info(f"Layers are read one by one: read together, {_in_short(error)}.")
 
     def layer_scores(self, inputs, score, layers=None) -> list:
         """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
@@ -343,8 +381,8 @@ class _Call:
 
         bytes_made = bytes_of(self._outputs)
         has_last = len(layers) > len(below)
-        if has_last and keeps and self._readout.readout is None:
-            # If the last layer is read again, with the others, the model's own readout needs no backward pass.
+        if has_last and keeps and self._readout.joins_last:
+            # Then the model's own readout of the last layer needs no backward pass.
             parts = groups(self._tape.layer_outputs, layers, bytes_made, keeps)
             if len(parts) == 1:
                 return parts
@@ -389,9 +427,33 @@ def _is_sharded(model):
     return any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules())
 
 
+def _raise_if_out_of_memory(error: Exception) -> None:
+    if isinstance(error, RuntimeError) and should_reduce_batch_size(RuntimeError(str(error))):
+        raise error
+
+
+def _in_short(error: Exception) -> str:
+    return str(error).split("\n")[0][:200] or type(error).__name__
+
+
+def _require_equal_gradients(found, expected):
+    """ValueError unless gradients, of which some may be `None`, are equal up to rounding."""
+    if [gradient is None for gradient in found] != [gradient is None for gradient in expected]:
+        raise ValueError("other parameters get a gradient")
+    pairs = [(one, other) for one, other in zip(found, expected) if other is not None]
+    # Of all of them, since a gradient may be nothing but rounding: that of the bias of keys is 0.
+    largest = max((float(other.abs().max()) for _, other in pairs if other.numel()), default=0.0)
+    for one, other in pairs:
+        tolerance = max(1e-3, 4 * torch.finfo(other.dtype).eps) * largest
+        if not torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True):
+            raise ValueError("a gradient is another")
+
+
 def _require_equal(together, alone):
     """ValueError unless a layer that was read with others gives what it gives alone, up to rounding."""
     for value, expected in zip(tensors(together), tensors(alone), strict=True):
+        value = value.detach()
+        expected = expected.detach()
         if value.shape != expected.shape or value.dtype != expected.dtype:
             raise ValueError(f"a result has shape {list(value.shape)}, not {list(expected.shape)}")
         if value.numel() == 0:

@@ -1,5 +1,8 @@
 """All layers read by one run of a model's tail: equal to one by one, or not done."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 from architectures import AUDIO, FAMILIES, MODELS, TEXT, TwoStage, batch_for, build
@@ -71,7 +74,8 @@ def test_equals_one_by_one_with_dropout(name, runs):
     readout = Readout.probe(model, batch)
     expected = scores_and_gradients(model, batch, readout)
     readout.check_batching(batch, score)
-    assert readout.is_batched
+    readout.check_joining(batch, score)
+    assert readout.is_batched and readout.joins_last
     runs.clear()
     assert_equal(scores_and_gradients(model, batch, readout), expected)
     assert runs == [readout.num_layers]
@@ -83,6 +87,7 @@ def test_layers_without_weight_get_no_gradient(runs):
     readout = Readout.probe(model, batch)
     expected = scores_and_gradients(model, batch, readout, no_grad_layers=[1, 3, 5])
     readout.check_batching(batch, score)
+    readout.check_joining(batch, score)
     runs.clear()
     found = scores_and_gradients(model, batch, readout, no_grad_layers=[1, 3, 5])
     assert_equal(found, expected)
@@ -172,6 +177,7 @@ def test_lora_with_a_trained_head(runs):
     readout = Readout.probe(model, batch)
     expected = scores_and_gradients(model, batch, readout)
     readout.check_batching(batch, score)
+    readout.check_joining(batch, score)
     runs.clear()
     assert_equal(scores_and_gradients(model, batch, readout), expected)
     assert runs == [4]
@@ -182,6 +188,7 @@ def test_the_own_readout_of_the_last_layer_has_no_backward_pass_beside_that_of_a
     batch = next(batches(classification_data()))
     readout = Readout.probe(model, batch)
     readout.check_batching(batch, score)
+    readout.check_joining(batch, score)
     passed = []
     found = []
     model.train()
@@ -196,12 +203,91 @@ def test_the_own_readout_of_the_last_layer_has_no_backward_pass_beside_that_of_a
     assert model.classifier.weight.grad.abs().max() > 0
 
 
+class Denoising(TwoStage):
+    """Draws the noise that its loss is about before the layers."""
+
+    def forward(self, x):
+        noise = torch.randn_like(x)
+        hidden = self.embed(x + noise)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        return {"logits": logits, "loss": (logits - noise[:, : logits.shape[1]]).square().mean()}
+
+
+class Reversing(TwoStage):
+    """Turns the gradient of its head around."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = self.dropout(hidden) + 0.0
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: -10 * gradient)
+        logits = self.head(hidden)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+class TailDraws(TwoStage):
+    """Draws a number of Python's behind the layers."""
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scale = random.random() if self.training else 1.0
+        logits = self.head(scale * hidden)
+        return {"logits": logits, "loss": logits.square().mean()}
+
+
+class ExtraTerm(TwoStage):
+    """Has a term of the loss that a replay leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(output_hidden_states=True)
+        self.extra = nn.Linear(4, 1)
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden)
+        loss = logits.square().mean()
+        if self.config.output_hidden_states and self.training:
+            loss = loss + self.extra(x).square().mean()
+        return {"logits": logits, "loss": loss}
+
+
+@pytest.mark.parametrize("make", [Denoising, Reversing, TailDraws, ExtraTerm])
+def test_the_last_layer_stays_alone_where_a_replay_is_not_the_models_own_call(make):
+    torch.manual_seed(0)
+    model, batch = make(), {"x": torch.randn(5, 4)}
+    before = [buffer.clone() for buffer in model.buffers()]
+    readout = Readout.probe(model, batch)
+
+    def loss(outputs):
+        return outputs["loss"]
+
+    readout.check_batching(batch, loss)
+    readout.check_joining(batch, loss)
+    assert readout.is_batched and not readout.joins_last
+    assert all(map(torch.equal, before, model.buffers()))
+    losses = []
+    model.train()
+    with readout.attach_loss(loss, lambda found, hidden_states: losses.append(found)):
+        outputs = model(**batch)
+    assert losses[0][-1] == outputs["loss"]
+
+
 def test_the_last_layer_stays_alone_where_it_would_take_too_much_memory(runs, monkeypatch):
     model = bert(num_layers=4, dropout=0.1)
     batch = next(batches(classification_data()))
     readout = Readout.probe(model, batch)
     expected = scores_and_gradients(model, batch, readout)
     readout.check_batching(batch, score)
+    readout.check_joining(batch, score)
     outputs = model(**batch)
     hidden = model.bert(batch["input_ids"], batch["attention_mask"]).last_hidden_state
     of_a_layer = batched.bytes_of([hidden, outputs])

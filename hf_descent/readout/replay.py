@@ -215,11 +215,12 @@ class Readout:
             self.is_batched = True
 
     def check_joining(self, inputs, loss) -> None:
-        """Find out on a batch whether a training step may read the last layer with the others: whether this gives the
-        loss of the model's own call, and its gradients. `loss(outputs)` is a scalar.
+        """Find out on a batch whether a training step may read the last layer with the others: whether a replay of it,
+        in train mode, gives the loss of the model's own call, and together with others the same gradients.
+        `loss(outputs)` is a scalar.
 
         It does not where the loss depends on numbers that the model draws before its layers, where a replay leaves out
-        a term of the loss, or where the gradients of what follows the layers are changed by hooks.
+        a term of the loss, or where hooks change the gradients of what follows the layers.
         """
         self.joins_last = False
         if not self.is_batched or self.readout is not None:
@@ -227,21 +228,25 @@ class Readout:
         tape = Tape(self.model, self.stack)
         parameters = [weight for weight in self.model.parameters() if weight.requires_grad]
 
-        def gradients(value):
-            return torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-
         def check(args, kwargs, outputs):
             call = _Call(self, tape, args, kwargs, outputs, loss)
-            last = self.num_layers
-            own = call.alone(last)
-            joined = call.together([last - 1, last])[-1]
+            own = call.alone(self.num_layers)
+            answers = [map_tensors(_as_leaf, answer) for answer in tape.layer_outputs[-2:]]
+            given = [leaf for leaf in tensors(answers[-1]) if leaf.requires_grad]
+            with torch.enable_grad():
+                replayed = call._from_answer(answers[-1])
+                joined = run_together(call._from_answer, answers)[-1]
+            _require_equal(replayed, own)
             _require_equal(joined, own)
-            _require_equal_gradients(gradients(joined), gradients(own))
+            _require_equal_gradients(
+                _gradients(joined, [*given, *parameters]),
+                _gradients(replayed, [*given, *parameters]),
+            )
 
         # A forward in train mode changes running statistics.
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
-            with probing(self.model), torch.enable_grad(), taped(tape, check):
+            with probing(self.model), taped(tape, check):
                 self.model.train()
                 self.model(**inputs)
         except Exception as error:
@@ -250,9 +255,10 @@ class Readout:
         else:
             self.joins_last = True
         finally:
-            with torch.no_grad():
-                for buffer, own in buffers:
-                    buffer.copy_(own)
+            for buffer, own in buffers:
+                buffer.data.copy_(own)
+            # The first step finds this out, with the hooks that it has then.
+            self.stack.draws_by_torch_only.pop(True, None)
 
     def stop_batching(self, error: Exception) -> None:
         """Read the layers one by one from now on, because of an error; out of memory is raised again."""
@@ -434,6 +440,15 @@ def _raise_if_out_of_memory(error: Exception) -> None:
 
 def _in_short(error: Exception) -> str:
     return str(error).split("\n")[0][:200] or type(error).__name__
+
+
+def _as_leaf(tensor):
+    """A tensor that begins a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _gradients(value, sources):
+    return torch.autograd.grad(value, sources, allow_unused=True)
 
 
 def _require_equal_gradients(found, expected):

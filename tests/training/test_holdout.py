@@ -78,7 +78,7 @@ def calls(tmp_path_factory):
     )
     DescentTrainer(model, args, train_dataset=TRAIN, dual_dataset=HELD_OUT).train()
 
-    first_step = [is_training for is_training, *_ in calls].index(True)
+    first_step = [modes for *modes, _ in calls].index([True, True])
     return calls[first_step:]
 
 

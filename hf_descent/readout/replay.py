@@ -233,15 +233,13 @@ class Readout:
             own = call.alone(self.num_layers)
             answers = [map_tensors(_as_leaf, answer) for answer in tape.layer_outputs[-2:]]
             given = [leaf for leaf in tensors(answers[-1]) if leaf.requires_grad]
+            sources = [*given, *parameters]
             with torch.enable_grad():
                 replayed = call._from_answer(answers[-1])
                 joined = run_together(call._from_answer, answers)[-1]
             _require_equal(replayed, own)
             _require_equal(joined, own)
-            _require_equal_gradients(
-                _gradients(joined, [*given, *parameters]),
-                _gradients(replayed, [*given, *parameters]),
-            )
+            _require_equal_gradients(_gradients(joined, sources), _gradients(replayed, sources))
 
         # A forward in train mode changes running statistics.
         buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]

@@ -132,9 +132,8 @@ class Readout:
                 model(**inputs)
         return self
 
-    @contextmanager
     def attach(self, on_layer, layers=None, no_grad_layers=(), score=None):
-        """Read out the layers in every `model(...)` call while attached, inside that very call.
+        """A context that reads out the layers in every `model(...)` call inside it, as a part of that call.
 
         Without gradient, or with a `score`, layers are read by one run of the model's tail, if `check_batching` found
         that it gives the same (see `batched.py`).
@@ -162,10 +161,8 @@ class Readout:
             for layer, result in call.results(layers, no_grad_layers):
                 on_layer(layer, result, self.stack.hidden_state(tape.layer_outputs[layer - 1]))
 
-        with taped(tape, read_out):
-            yield self
+        return taped(tape, read_out)
 
-    @contextmanager
     def attach_loss(self, loss, on_losses, no_grad_layers=()):
         """As `attach`, of all layers at once.
 
@@ -182,8 +179,7 @@ class Readout:
             hidden_states = [self.stack.hidden_state(output) for output in tape.layer_outputs]
             on_losses(losses, hidden_states)
 
-        with taped(tape, read_out):
-            yield self
+        return taped(tape, read_out)
 
     def check_batching(self, inputs, score=None) -> None:
         """Find out on a batch whether layers that are read together give what they do one by one, in eval and in train

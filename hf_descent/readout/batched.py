@@ -6,7 +6,7 @@ little, and layers are replayed one by one.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .stack import tensors
-from .tape import assigned
 
 
 # What the stacked outputs of layers may take, and in an evaluation what is made of them.
@@ -41,7 +40,16 @@ class SameDropout(TorchFunctionMode):
         return input * nn.functional.dropout(ones, p)
 
 
+_linear = nn.functional.linear
 _cross_entropy = nn.functional.cross_entropy
+
+
+def quick_linear(input, weight, bias=None):
+    """A linear layer of a batch of layers. With a bias torch's takes a kernel more each way, to multiply it by 1."""
+    # In mixed precision the sum would be in that of the bias where torch's is not.
+    if bias is None or torch.is_autocast_enabled(input.device.type):
+        return _linear(input, weight, bias)
+    return _linear(input, weight) + bias
 
 
 def quick_cross_entropy(
@@ -71,6 +79,27 @@ def quick_cross_entropy(
     # The sign on the number, which has no gradient, saves a kernel in the backward pass.
     minus_counted = is_ignored.sum() - is_ignored.numel()
     return scores.sum() / minus_counted
+
+
+_QUICK = {"linear": (_linear, quick_linear), "cross_entropy": (_cross_entropy, quick_cross_entropy)}
+
+
+@contextmanager
+def quick_functions():
+    """Inside, functions of torch that are slow for a batch of layers are those of this module.
+
+    What another library has put in the place of one stays there, and so does what another thread has put there by
+    this context.
+    """
+    functional = nn.functional
+    replaced = [name for name, (own, _) in _QUICK.items() if getattr(functional, name) is own]
+    for name in replaced:
+        setattr(functional, name, _QUICK[name][1])
+    try:
+        yield
+    finally:
+        for name in replaced:
+            setattr(functional, name, _QUICK[name][0])
 
 
 def run_together(
@@ -107,8 +136,7 @@ def run_together(
         return [value for value in made[0] if isinstance(value, torch.Tensor)]
 
     on_cpu = inputs[0].device.type == "cpu"
-    quick_loss = assigned([(nn.functional, "cross_entropy")], quick_cross_entropy)
-    with quick_loss, nullcontext() if on_cpu else SameDropout():
+    with quick_functions(), nullcontext() if on_cpu else SameDropout():
         all_results = torch.func.vmap(run, randomness="same")(*inputs)
 
     if made is None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import AUDIO, FAMILIES, MODELS, TEXT, TwoStage, batch_for, build
+from launches import KernelCount
 from peft import LoraConfig, get_peft_model
 from tiny.data import batches, classification_data, language_data
 from tiny.models import bert, gpt2
@@ -116,6 +117,64 @@ def test_the_loss_of_a_batch_of_layers_is_that_of_each(settings):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     gradients = [torch.autograd.grad(losses.sum(), logits)[0] for losses in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_linear_layer_of_a_batch_of_layers_is_that_of_torch(has_bias, is_half):
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 6, 4, requires_grad=True)  # [layers, rows, width]
+    weight = torch.randn(5, 4, requires_grad=True)
+    bias = torch.randn(5, requires_grad=True) if has_bias else None
+    sources = [source for source in (inputs, weight, bias) if source is not None]
+
+    def results_of(linear):
+        with KernelCount() as counted:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                outputs = torch.func.vmap(linear, in_dims=(0, None, None))(inputs, weight, bias)
+            gradients = torch.autograd.grad(outputs.float().square().sum(), sources)
+        return outputs, gradients, counted.kernels
+
+    outputs, gradients, kernels = results_of(batched.quick_linear)
+    expected, expected_gradients, most = results_of(nn.functional.linear)
+    assert outputs.dtype == expected.dtype and torch.equal(outputs, expected)
+    for found, own in zip(gradients, expected_gradients, strict=True):
+        assert torch.equal(found, own)
+    assert kernels <= most
+
+
+@pytest.mark.parametrize("name", ["linear", "cross_entropy"])
+def test_a_function_of_another_library_stays_in_its_place(name, monkeypatch):
+    own = getattr(nn.functional, name)
+    calls = []
+
+    def other(*args, **kwargs):
+        calls.append(name)
+        return 2 * own(*args, **kwargs)
+
+    model = build("BertForSequenceClassification", TEXT | {"num_hidden_layers": 4})
+    batch = batch_for(model, with_labels=True)
+    readout = Readout.probe(model, batch)
+    readout.check_batching(batch, lambda outputs: outputs["loss"])
+    assert readout.is_batched
+    monkeypatch.setattr(nn.functional, name, other)
+    with torch.no_grad():
+        found = torch.stack(readout.layer_scores(batch, lambda outputs: outputs["loss"]))
+        assert getattr(nn.functional, name) is other and calls
+        readout.is_batched = False
+        expected = torch.stack(readout.layer_scores(batch, lambda outputs: outputs["loss"]))
+    torch.testing.assert_close(found, expected)
+
+
+def test_threads_that_read_at_once_leave_the_functions_of_torch():
+    own = nn.functional.linear
+    first, second = batched.quick_functions(), batched.quick_functions()
+    first.__enter__()
+    assert nn.functional.linear is batched.quick_linear
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert nn.functional.linear is own
 
 
 class Branching(TwoStage):

@@ -45,8 +45,8 @@ _cross_entropy = nn.functional.cross_entropy
 
 
 def quick_linear(input, weight, bias=None):
-    """A linear layer of a batch of layers. With a bias torch's takes a kernel more each way, to multiply it by 1."""
-    # In mixed precision the sum would be in that of the bias where torch's is not.
+    """The linear layer of a batch of layers, without two kernels of torch's own, which multiplies the bias by 1."""
+    # Under autocast the sum would have the type of the bias, float32, where torch's own may be in half precision.
     if bias is None or torch.is_autocast_enabled(input.device.type):
         return _linear(input, weight, bias)
     return _linear(input, weight) + bias
@@ -86,10 +86,10 @@ _QUICK = {"linear": (_linear, quick_linear), "cross_entropy": (_cross_entropy, q
 
 @contextmanager
 def quick_functions():
-    """Inside, functions of torch that are slow for a batch of layers are those of this module.
+    """Inside, those functions of torch that are slow for a batch of layers are replaced by the ones above.
 
-    What another library has put in the place of one stays there, and so does what another thread has put there by
-    this context.
+    A function that is not torch's own stays: another library may have put it there, or another thread, by this same
+    context.
     """
     functional = nn.functional
     replaced = [name for name, (own, _) in _QUICK.items() if getattr(functional, name) is own]

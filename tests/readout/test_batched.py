@@ -41,12 +41,10 @@ def scores_and_gradients(model, batch, readout, no_grad_layers=(), score=score):
     return torch.stack(scores).detach(), gradients, draw
 
 
-def assert_equal(found, expected):
+def assert_equal(found, expected, gradient_bound=1e-6):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
-    # The last of a large gradient's digits in float32 is above 1e-6: ViT's go up to 15.
-    largest = max(float(gradient.abs().max()) for gradient in expected[1])
     for one, other in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6 * max(1.0, largest))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=gradient_bound)
     assert torch.equal(found[2], expected[2])
 
 
@@ -79,7 +77,9 @@ def test_equals_one_by_one_with_dropout(name, runs):
     readout.check_joining(batch, score)
     assert readout.is_batched and readout.joins_last
     runs.clear()
-    assert_equal(scores_and_gradients(model, batch, readout), expected)
+    # Gradients of ViT go up to 15, of which float32 has no digits below 1e-6.
+    bound = 2e-6 if name == "ViTForImageClassification" else 1e-6
+    assert_equal(scores_and_gradients(model, batch, readout), expected, bound)
     assert runs == [readout.num_layers]
 
 

@@ -252,7 +252,7 @@ class Readout:
             for buffer, own in buffers:
                 buffer.data.copy_(own)
             # The first step finds this out, with the hooks that it has then.
-            self.stack.draws_by_torch_only.pop(True, None)
+            self.stack.shown.clear()
 
     def stop_batching(self, error: Exception) -> None:
         """Read the layers one by one from now on, because of an error; out of memory is raised again."""

@@ -24,6 +24,14 @@ from transformers.utils import ModelOutput
 from ..compat import CHECKPOINT_FUNCTION, capturing_hooks_removed, checkpoint_function
 
 
+class Shown(NamedTuple):
+    """What a first forward has shown about those that follow in the same mode."""
+
+    draws_by_torch_only: bool  # whether it left the generators of Python and NumPy alone
+    # Whether it called the `forward` of a module in the place of the module itself, as SqueezeBERT does.
+    calls_forward: bool
+
+
 @dataclass
 class LayerStack:
     """A model's stack. Refers to the model's children alone, so that a weak reference to the model can die."""
@@ -40,9 +48,9 @@ class LayerStack:
     dropping: list[Any]  # see `_dropping`
     adds_images: bool = False  # whether features of images are added to the output of layers
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules
-    # Train mode or not -> whether a forward left the generators of Python and NumPy alone. To ask them takes longer
-    # than many kernels, so that a tape does it once.
-    draws_by_torch_only: dict[bool, bool] = field(default_factory=dict)
+    # (Whether in train mode, whether only the layers were recorded) -> what a tape looks for once. It would take longer
+    # than many kernels in every forward.
+    shown: dict[tuple[bool, bool], Shown] = field(default_factory=dict)
 
     def hidden_state(self, layer_output) -> torch.Tensor:
         """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""
@@ -169,21 +177,25 @@ def intercepted(modules, handler):
     Both entrances are wrapped on the INSTANCE: what `__call__` runs, outside of the module's hooks, so that an
     answered module neither fires them nor gathers its shards; and `forward`, which SqueezeBERT calls directly.
     """
-    originals = intercept(modules, handler)
+    originals = intercept(modules, handler, handler)
     try:
         yield
     finally:
         restore(originals)
 
 
-def intercept(modules, handler):
-    """As `intercepted`, until `restore` puts back what is returned."""
+def intercept(modules, handler, forward_handler):
+    """As `intercepted`, until `restore` puts back what is returned. Calls of `forward` go through `forward_handler`, or
+    are left alone if that is `None`."""
     originals = []
     for module in modules:
         entrance = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
-        for attribute in (entrance, "forward"):
+        handlers = [(entrance, handler)]
+        if forward_handler is not None:
+            handlers.append(("forward", forward_handler))
+        for attribute, handle in handlers:
             originals.append((module.__dict__, attribute, module.__dict__.get(attribute)))
-            module.__dict__[attribute] = partial(handler, module, getattr(module, attribute))
+            module.__dict__[attribute] = partial(handle, module, getattr(module, attribute))
 
         original = module.__dict__.get(CHECKPOINT_FUNCTION)
         if original is None:

@@ -8,7 +8,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from . import random_state
-from .stack import intercept, map_tensors, present_autocast, restore
+from .stack import Shown, intercept, map_tensors, present_autocast, restore
 
 
 # Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
@@ -65,7 +65,11 @@ class Tape:
         self.give = self.give_within_stack = clone if stack.clones else _rewrapped
 
     def record(self):
-        self._originals = intercept(self.modules, self._call)
+        self.shown = self.stack.shown.get(self._kind)
+        forward_handler = None
+        if self.shown is None or self.shown.calls_forward:
+            forward_handler = self._call_forward
+        self._originals = intercept(self.modules, self._call, forward_handler)
         masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
         for name, make in self.mask_makers.items():
             self._originals.append((masks, name, masks.get(name)))
@@ -75,18 +79,24 @@ class Tape:
         self.layer_outputs = []
         self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
+        self.calls_forward = False
         self.python_states = None
-        if self.replays and self.model.training not in self.stack.draws_by_torch_only:
+        if self.shown is None and self.replays:
             self.python_states = random_state.python_states()
         self._begin("record")
 
+    @property
+    def _kind(self):
+        return self.model.training, not self.replays
+
     def end_record(self):
         self.phase = "idle"
-        draws = self.stack.draws_by_torch_only
-        if self.python_states is not None:
-            draws[self.model.training] = random_state.python_states() == self.python_states
+        if self.shown is None:
+            draws = self.replays and random_state.python_states() == self.python_states
+            self.shown = Shown(draws, self.calls_forward)
+            self.stack.shown[self._kind] = self.shown
         # A replay runs a part of the same code.
-        self.torch_only = draws.get(self.model.training, False)
+        self.torch_only = self.shown.draws_by_torch_only
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
@@ -130,6 +140,11 @@ class Tape:
         self.layer_calls = 0
         self.nested = False
         self.in_tail = False
+
+    def _call_forward(self, module, call, *args, **kwargs):
+        if self.phase == "record" and not self.nested:
+            self.calls_forward = True
+        return self._call(module, call, *args, **kwargs)
 
     def _call(self, module, call, *args, **kwargs):
         if self.phase == "idle" or self.nested:

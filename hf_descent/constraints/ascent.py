@@ -59,7 +59,7 @@ class DualAscent:
         if self.watch is not None:
             acts = is_active
             if self._moves_multipliers:  # then the constraints act by multipliers above 0 alone
-                acts = any(self.multipliers.values.tolist())
+                acts = any(self.multipliers.array.tolist())
             self.watch.observe(layer_losses[-1], acts)
 
     def keep_warmup_losses(self) -> None:

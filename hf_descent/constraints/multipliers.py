@@ -56,6 +56,10 @@ class Multipliers:
             an eta_u >= 2c, with which the slacks would diverge.
         maximum (`float`, *optional*): cap on every multiplier.
 
+    Attributes:
+        values, slacks: tensors.
+        array (`np.ndarray`): the numbers of `values`, in the same memory.
+
     ValueError for an `optim` or a `resilience_form` of another name.
     """
 
@@ -81,8 +85,8 @@ class Multipliers:
         diverges = optim == "sgd" and slack_learning_rate >= 2 * resilience
         self.slack_learning_rate = resilience if diverges else slack_learning_rate
         self.maximum = maximum
-        self.values = torch.zeros(num_layers, dtype=torch.float32)
-        self.slacks = torch.zeros(num_layers, dtype=torch.float32)
+        self.array = np.zeros(num_layers, dtype=np.float32)
+        self._slacks = np.zeros(num_layers, dtype=np.float32)
         self.moments = Moments(num_layers)
         self.slack_moments = Moments(num_layers)
 
@@ -102,10 +106,10 @@ class Multipliers:
         if not all(map(math.isfinite, violations.ravel().tolist())):
             return
 
-        before = self.values.numpy()
+        before = self.array
         gradient = violations
         if self.resilience > 0:
-            gradient = violations - self.relaxation.numpy()  # [rows]
+            gradient = violations - self._relaxation()  # [rows]
         ascent = direction(self.optim, gradient, self.moments)
         values = np.maximum(before + self.learning_rate * ascent, 0)
         if self.maximum is not None:
@@ -118,10 +122,24 @@ class Multipliers:
 
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
-            slacks = self.slacks.numpy()
+            slacks = self._slacks
             descent = direction(self.optim, slacks / self.resilience - before, self.slack_moments)
-            self.slacks = as_tensor((slacks - self.slack_learning_rate * descent).clip(min=0))
-        self.values = as_tensor(values)
+            self._slacks = (slacks - self.slack_learning_rate * descent).clip(min=0)
+        self.array = values
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The multipliers. What is written into the tensor counts, up to the next step, which makes another one."""
+        return as_tensor(self.array)
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        self.array = _as_array(values)
+
+    @property
+    def slacks(self) -> torch.Tensor:
+        """The slacks, as `values` are."""
+        return as_tensor(self._slacks)
 
     @property
     def steps(self) -> int:
@@ -131,13 +149,16 @@ class Multipliers:
     @property
     def relaxation(self) -> torch.Tensor:
         """The violations that resilience allows at present, `[rows]`."""
-        return self.slacks if self.uses_slacks else self.resilience * self.values
+        return as_tensor(self._relaxation())
+
+    def _relaxation(self) -> np.ndarray:
+        return self._slacks if self.uses_slacks else self.resilience * self.array
 
     def restart_slacks(self) -> None:
         """Set the slacks to zero (paper, Appendix B.2), and their optimizer state, which would move them away
         again."""
-        self.slacks.zero_()
-        self.slack_moments = Moments(len(self.slacks))
+        self._slacks = np.zeros_like(self._slacks)
+        self.slack_moments = Moments(len(self._slacks))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[rows]`, the step count `[1]`)."""
@@ -153,8 +174,8 @@ class Multipliers:
         for name, current in self.state_dict().items():
             _check_loaded(name, state.get(name), current.shape)
 
-        self.values = state["values"].to(self.values, copy=True)
-        self.slacks = state["slacks"].to(self.slacks, copy=True)
+        self.array = _as_array(state["values"]).copy()
+        self._slacks = _as_array(state["slacks"]).copy()
         for prefix, moments in self._moments_by_prefix():
             moments.steps = int(state[prefix + "steps"].item())
             moments.mean = _as_array(state[prefix + "mean"]).copy()

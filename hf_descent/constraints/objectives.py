@@ -113,7 +113,7 @@ class Lagrangian(Objective):
 
     def weights(self, dual, step):
         handling = dual.args.negative_weights
-        multipliers = dual.settled().multipliers.values.numpy()
+        multipliers = dual.settled().multipliers.array
         weights = dual.problem.weights(multipliers, dual.level(), detach=handling == "detach")
         return np.maximum(weights, 0) if handling == "clip" else weights
 

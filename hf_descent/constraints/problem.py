@@ -114,6 +114,7 @@ class _Constants:
     # the last, where `_over_rows` appends `nothing`.
     place_of_row: Any
     ends: Any  # [2], f_0 and 1
+    end: Any  # f_ref of the constraints that refer to no loss: f_0 or 1
     nothing: Any  # [1], 0
     plain_weights: Any  # [L], those of plain training: 1 for the last layer
 
@@ -204,6 +205,9 @@ class DescentProblem:
         self._own_slopes = np.zeros((self.num_rows, num_layers))
         self._own_slopes[self._rows_of_constraints, self._arrays.layer] = 1.0
         self._has_own_alone = bool(self._arrays.is_fixed.all())
+        self._has_constant_references = all(
+            constraint.reference in (0, num_layers + 1) for constraint in self.constraints
+        )
         self._has_targets = bool(self._arrays.is_target.any())
         # Whether every row has a constraint; they are in the order of their rows.
         self._has_all_rows = self._rows_of_constraints == list(range(self.num_rows))
@@ -265,6 +269,12 @@ class DescentProblem:
             follows=np.array([constraint.power != 0 for constraint in constraints]),
             place_of_row=place_of_row,
             ends=np.array([self.initial_loss_bound, 1.0]),
+            end=np.array(
+                [
+                    self.initial_loss_bound if constraint.reference == 0 else 1.0
+                    for constraint in constraints
+                ]
+            ),
             nothing=np.zeros(1),
             plain_weights=plain_weights,
         )
@@ -418,16 +428,25 @@ class DescentProblem:
     def _asked(self, losses: Values, level: float, detach: bool) -> tuple[Values, Values]:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""
         constants = self._like(losses)
-        ends = constants.ends
+        reference = constants.end
+        if not self._has_constant_references:
+            reference = self._references(losses, detach)
 
-        references = _library(losses).concatenate([ends[:1], losses, ends[1:]])  # [1 + layers + 1]
-        reference = references[constants.reference]
+        factors = constants.factor
+        if self.follows:
+            factors = factors * self._ratio(level) ** constants.power
+        return factors * reference, reference
+
+    def _references(self, losses: Values, detach: bool) -> Values:
+        """f_ref of each constraint, `[constraints]`."""
+        constants = self._like(losses)
+        f_0, one = constants.ends[:1], constants.ends[1:]
+        places = _library(losses).concatenate([f_0, losses, one])  # [1 + layers + 1]
+        references = places[constants.reference]
         if isinstance(losses, torch.Tensor) and losses.requires_grad:
             is_fixed = constants.is_fixed | detach
-            reference = torch.where(is_fixed, reference.detach(), reference)
-
-        factors = constants.factor * self._ratio(level) ** constants.power
-        return factors * reference, reference
+            references = torch.where(is_fixed, references.detach(), references)
+        return references
 
     def _slopes(self, ratio: float, detach: bool) -> np.ndarray:
         """The derivative of each violation in the layer losses, `[rows, L]`, at a ratio level / f_0."""

@@ -102,7 +102,7 @@ class DualReports:
     ) -> dict[str, float]:
         dual = self._dual
         problem = dual.problem
-        multipliers = ascent.multipliers.values.numpy()
+        multipliers = ascent.multipliers.array
         logs = {}
         if dual.held_out is not None and np.isfinite(ascent.averages.means).all():
             losses = ascent.averages.means

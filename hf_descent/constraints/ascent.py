@@ -59,14 +59,14 @@ class DualAscent:
         if self.watch is not None:
             acts = is_active
             if self._moves_multipliers:  # then the constraints act by multipliers above 0 alone
-                acts = any(self.multipliers.array.tolist())
+                acts = any(self.multipliers.numbers)
             self.watch.observe(layer_losses[-1], acts)
 
     def keep_warmup_losses(self) -> None:
         """Keep the present averages as those of the warm-up."""
         self.warmup_losses = self.averages.means
 
-    def ascend(self, violations: np.ndarray) -> None:
+    def ascend(self, violations: Sequence[float]) -> None:
         """Move the multipliers by violations `[rows]`, once for each optimizer step that the violations stand for."""
         share = 1.0
         shrinks = False

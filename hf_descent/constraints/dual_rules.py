@@ -4,9 +4,9 @@ A rule is a function of a gradient `[rows]` and of its `Moments`, which it bring
 `[rows]`. `multipliers.py` has the formulas.
 """
 
-from collections.abc import Callable
-
-import numpy as np
+import math
+from array import array
+from collections.abc import Callable, Sequence
 
 
 BETAS = (0.9, 0.999)  # decay of the running means of gradients and of their squares
@@ -20,48 +20,61 @@ class Moments:
 
     Attributes:
         steps (`int`): their number, the present one included.
-        mean (`np.ndarray`): their running mean, `[rows]`.
-        square (`np.ndarray`): the running mean of their squares, `[rows]`; only "adam" uses it.
+        mean (`array`): their running mean, `[rows]`.
+        square (`array`): the running mean of their squares, `[rows]`; only "adam" uses it.
     """
 
     def __init__(self, size: int):
         self.steps = 0
-        self.mean = np.zeros(size, dtype=np.float32)
-        self.square = np.zeros(size, dtype=np.float32)
+        self.mean = array("f", [0.0] * size)
+        self.square = array("f", [0.0] * size)
 
 
-def sgd(gradient: np.ndarray, moments: Moments) -> np.ndarray:
+def sgd(gradient: Sequence[float], moments: Moments) -> Sequence[float]:
     """Plain ascent: the gradient itself."""
     return gradient
 
 
-def pi(gradient: np.ndarray, moments: Moments) -> np.ndarray:
+def pi(gradient: Sequence[float], moments: Moments) -> Sequence[float]:
     """A PI controller on the bounded gradient. A change of its running mean counts `DAMPING` times as much as its
     value."""
-    bounded = (gradient / BOUND).clip(-1, 1)
+    bounded = array("f", [min(max(slope / BOUND, -1.0), 1.0) for slope in gradient])
     before = moments.mean if moments.steps > 1 else bounded
-    moments.mean = before + (1 - BETAS[0]) * (bounded - before)
-    return bounded + DAMPING * (moments.mean - before)
+    moments.mean = _running(before, bounded, BETAS[0])
+    return [
+        value + DAMPING * (mean - old) for value, mean, old in zip(bounded, moments.mean, before)
+    ]
 
 
-def adam(gradient: np.ndarray, moments: Moments) -> np.ndarray:
+def adam(gradient: Sequence[float], moments: Moments) -> Sequence[float]:
     """Adam (Kingma, Ba 2015), without weight decay."""
     beta1, beta2 = BETAS
-    moments.mean = moments.mean + (1 - beta1) * (gradient - moments.mean)
-    moments.square = moments.square + (1 - beta2) * (gradient**2 - moments.square)
+    squares = [slope * slope for slope in gradient]
+    moments.mean = _running(moments.mean, gradient, beta1)
+    moments.square = _running(moments.square, squares, beta2)
 
-    denominator = np.sqrt(moments.square / (1 - beta2**moments.steps)) + EPSILON
-    return moments.mean / (1 - beta1**moments.steps) / denominator
+    # What the weights in the running means add up to, as these began at 0.
+    total1 = 1 - beta1**moments.steps
+    total2 = 1 - beta2**moments.steps
+    return [
+        mean / total1 / (math.sqrt(square / total2) + EPSILON)
+        for mean, square in zip(moments.mean, moments.square)
+    ]
 
 
-RULES: dict[str, Callable[[np.ndarray, Moments], np.ndarray]] = {
+def _running(means: Sequence[float], values: Sequence[float], decay: float) -> array:
+    """Running means, with one more value each."""
+    return array("f", [mean + (1 - decay) * (value - mean) for mean, value in zip(means, values)])
+
+
+RULES: dict[str, Callable[[Sequence[float], Moments], Sequence[float]]] = {
     "adam": adam,
     "pi": pi,
     "sgd": sgd,
 }
 
 
-def direction(rule: str, gradient: np.ndarray, moments: Moments) -> np.ndarray:
+def direction(rule: str, gradient: Sequence[float], moments: Moments) -> Sequence[float]:
     """The direction `[rows]` of the next step, by the rule of that name."""
     moments.steps += 1
     return RULES[rule](gradient, moments)

@@ -69,6 +69,9 @@ import math
 import torch
 
 
+TINY = torch.finfo(torch.float32).tiny  # keeps the evidence from a division by 0
+
+
 class RunningMean:
     """A weighted mean of losses, and how noisy it is.
 
@@ -167,7 +170,7 @@ class LastLayerGuard:
             return
 
         noise = math.sqrt(self.variance)
-        noise = max(noise, self.LEAST_NOISE * abs(self.limit), torch.finfo(torch.float32).tiny)
+        noise = max(noise, self.LEAST_NOISE * abs(self.limit), TINY)
 
         excess = (loss - self.limit) / noise - self.ALLOWED
         most = self.ENOUGH if self.shrinks else self.LASTING

@@ -23,15 +23,15 @@ change, up or down. If only growth were cut, a violation that swings around zero
 by step. With the flag `shrinks` a multiplier becomes smaller by at least the share `SHRINKAGE`. The moments of the
 rule go on meanwhile, so that it knows the present violations when it may act again.
 
-Multipliers live on the host. A step of them is two dozen operations on a few numbers, which a GPU would take longer to
-launch than to compute.
+Multipliers live on the host, as plain numbers of Python. A step of them is two dozen operations on a few numbers. To
+launch these, a GPU or a library for arrays would take longer than to compute them.
 """
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from .dual_rules import RULES, Moments, direction
@@ -58,7 +58,7 @@ class Multipliers:
 
     Attributes:
         values, slacks: tensors.
-        array (`np.ndarray`): the numbers of `values`, in the same memory.
+        numbers (`array`): the numbers of `values`, in the same memory.
 
     ValueError for an `optim` or a `resilience_form` of another name.
     """
@@ -85,14 +85,14 @@ class Multipliers:
         diverges = optim == "sgd" and slack_learning_rate >= 2 * resilience
         self.slack_learning_rate = resilience if diverges else slack_learning_rate
         self.maximum = maximum
-        self.array = np.zeros(num_layers, dtype=np.float32)
-        self._slacks = np.zeros(num_layers, dtype=np.float32)
+        self.numbers = array("f", [0.0] * num_layers)
+        self._slacks = array("f", [0.0] * num_layers)
         self.moments = Moments(num_layers)
         self.slack_moments = Moments(num_layers)
 
     def step(
         self,
-        violations: torch.Tensor | np.ndarray,
+        violations: torch.Tensor | Iterable[float],
         share: float = 1.0,
         shrinks: bool = False,
     ) -> None:
@@ -101,40 +101,42 @@ class Multipliers:
         The multipliers take a `share` of each change, from 0 to 1. With `shrinks` all of them shrink, whatever the
         violations.
         """
-        violations = _as_array(violations)
-        # For so few numbers Python is faster than two operations of NumPy.
-        if not all(map(math.isfinite, violations.ravel().tolist())):
+        gradient: Sequence[float] = _as_array(violations)
+        if not all(map(math.isfinite, gradient)):
             return
 
-        before = self.array
-        gradient = violations
+        before = self.numbers
         if self.resilience > 0:
-            gradient = violations - self._relaxation()  # [rows]
+            gradient = [slope - allowed for slope, allowed in zip(gradient, self._relaxation())]
         ascent = direction(self.optim, gradient, self.moments)
-        values = np.maximum(before + self.learning_rate * ascent, 0)
+        values = [
+            max(value + self.learning_rate * move, 0.0) for value, move in zip(before, ascent)
+        ]
         if self.maximum is not None:
-            values = np.minimum(values, self.maximum)
+            values = [min(value, self.maximum) for value in values]
 
         if share < 1:
-            values = before + share * (values - before)
+            values = [old + share * (value - old) for value, old in zip(values, before)]
         if shrinks:
-            values = np.minimum(values, (1 - self.SHRINKAGE) * before)
+            values = [min(value, (1 - self.SHRINKAGE) * old) for value, old in zip(values, before)]
 
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
-            slacks = self._slacks
-            descent = direction(self.optim, slacks / self.resilience - before, self.slack_moments)
-            self._slacks = (slacks - self.slack_learning_rate * descent).clip(min=0)
-        self.array = values
+            gradient = [slack / self.resilience - old for slack, old in zip(self._slacks, before)]
+            descent = direction(self.optim, gradient, self.slack_moments)
+            rate = self.slack_learning_rate
+            slacks = [max(slack - rate * move, 0.0) for slack, move in zip(self._slacks, descent)]
+            self._slacks = array("f", slacks)
+        self.numbers = array("f", values)
 
     @property
     def values(self) -> torch.Tensor:
         """The multipliers. What is written into the tensor counts, up to the next step, which makes another one."""
-        return as_tensor(self.array)
+        return as_tensor(self.numbers)
 
     @values.setter
     def values(self, values: torch.Tensor) -> None:
-        self.array = _as_array(values)
+        self.numbers = _as_array(values)
 
     @property
     def slacks(self) -> torch.Tensor:
@@ -151,13 +153,15 @@ class Multipliers:
         """The violations that resilience allows at present, `[rows]`."""
         return as_tensor(self._relaxation())
 
-    def _relaxation(self) -> np.ndarray:
-        return self._slacks if self.uses_slacks else self.resilience * self.array
+    def _relaxation(self) -> array:
+        if self.uses_slacks:
+            return self._slacks
+        return array("f", [self.resilience * value for value in self.numbers])
 
     def restart_slacks(self) -> None:
         """Set the slacks to zero (paper, Appendix B.2), and their optimizer state, which would move them away
         again."""
-        self._slacks = np.zeros_like(self._slacks)
+        self._slacks = array("f", [0.0] * len(self._slacks))
         self.slack_moments = Moments(len(self._slacks))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -165,8 +169,8 @@ class Multipliers:
         tensors = {"values": self.values.clone(), "slacks": self.slacks.clone()}
         for prefix, moments in self._moments_by_prefix():
             tensors[prefix + "steps"] = torch.tensor([moments.steps], dtype=torch.float32)
-            tensors[prefix + "mean"] = as_tensor(moments.mean.copy())
-            tensors[prefix + "square"] = as_tensor(moments.square.copy())
+            tensors[prefix + "mean"] = as_tensor(moments.mean).clone()
+            tensors[prefix + "square"] = as_tensor(moments.square).clone()
         return tensors
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -174,12 +178,12 @@ class Multipliers:
         for name, current in self.state_dict().items():
             _check_loaded(name, state.get(name), current.shape)
 
-        self.array = _as_array(state["values"]).copy()
-        self._slacks = _as_array(state["slacks"]).copy()
+        self.numbers = _as_array(state["values"])
+        self._slacks = _as_array(state["slacks"])
         for prefix, moments in self._moments_by_prefix():
             moments.steps = int(state[prefix + "steps"].item())
-            moments.mean = _as_array(state[prefix + "mean"]).copy()
-            moments.square = _as_array(state[prefix + "square"]).copy()
+            moments.mean = _as_array(state[prefix + "mean"])
+            moments.square = _as_array(state[prefix + "square"])
 
     def _moments_by_prefix(self) -> list[tuple[str, Moments]]:
         """The moments of multipliers and slacks, each after the prefix of its names in a saved state."""
@@ -205,8 +209,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"`{name}` is {value!r}; choose one of {', '.join(choices)}.")
 
 
-def _as_array(values: Any) -> np.ndarray:
-    """Values of any kind and place in float32 on the host."""
+def _as_array(values: torch.Tensor | Iterable[float]) -> array:
+    """A copy of values of any kind and place, in float32 on the host."""
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().float().numpy()
-    return np.asarray(values, dtype=np.float32)
+        values = values.tolist()
+    return array("f", values)

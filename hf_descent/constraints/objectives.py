@@ -45,7 +45,7 @@ class StepObjective:
 
 
 def weighted_sum(
-    layer_weights: Callable[[], np.ndarray], weighted: Sequence[int], trained: Sequence[int]
+    layer_weights: Callable[[], Sequence[float]], weighted: Sequence[int], trained: Sequence[int]
 ) -> StepObjective:
     """The sum of the layer losses times their weights `[L]`.
 
@@ -88,7 +88,7 @@ class Objective:
         """Those of the trained layers that may have a weight at `step`."""
         return trained
 
-    def weights(self, dual: "DualState", step: int) -> np.ndarray:
+    def weights(self, dual: "DualState", step: int) -> list[float]:
         """The weights of the layer losses, `[L]`, of an objective that is linear in them."""
         raise NotImplementedError
 
@@ -113,9 +113,11 @@ class Lagrangian(Objective):
 
     def weights(self, dual, step):
         handling = dual.args.negative_weights
-        multipliers = dual.settled().multipliers.array
+        multipliers = dual.settled().multipliers.numbers
         weights = dual.problem.weights(multipliers, dual.level(), detach=handling == "detach")
-        return np.maximum(weights, 0) if handling == "clip" else weights
+        if handling == "clip":
+            weights = [max(weight, 0.0) for weight in weights]
+        return weights
 
 
 class FixedMultipliers(Lagrangian):
@@ -137,7 +139,7 @@ class DeepSupervision(Objective):
         return set(dual.args.constrained_layers or range(1, dual.num_layers + 1))
 
     def weights(self, dual, step):
-        weights = np.zeros(dual.num_layers)
+        weights = [0.0] * dual.num_layers
         for layer in self.trained_layers(dual):
             weights[layer - 1] = dual.args.penalty_coefficient
         weights[-1] = 1.0
@@ -161,7 +163,7 @@ class LayerSkip(Objective):
 
     def weights(self, dual, step):
         scale = dual.args.penalty_coefficient
-        return layerskip_weights(dual.num_layers, step, dual.max_steps, scale)
+        return layerskip_weights(dual.num_layers, step, dual.max_steps, scale).tolist()
 
 
 class Hinge(Objective):

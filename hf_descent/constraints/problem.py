@@ -33,13 +33,11 @@ Conventions, stated once for the whole package:
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
-from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from .arguments import (
@@ -50,8 +48,9 @@ from .arguments import (
 )
 
 
-# The layer losses that move the multipliers are NumPy arrays; elsewhere they are tensors.
-Values = TypeVar("Values", torch.Tensor, np.ndarray)
+# The layer losses that move the multipliers are plain numbers, on which Python is faster than any library: they are so
+# few. Elsewhere they are tensors.
+Values = TypeVar("Values", torch.Tensor, Sequence[float])
 
 PATHS = ("line", "steps")  # the constraints that follow the loss of the last layer
 # The tolerance of a constraint, as a share of the decrease that it asks for. Exits and bounds promise a number, so
@@ -88,6 +87,15 @@ class Constraint(NamedTuple):
         return self.is_target or self.kind == "line"
 
     @property
+    def follows(self) -> bool:
+        """Whether it depends on f_L, as line and steps do."""
+        return self.power != 0
+
+    def factor_at(self, ratio: float) -> float:
+        """The factor by which it multiplies its reference, at a ratio level / f_0."""
+        return self.factor * ratio**self.power
+
+    @property
     def least_share(self) -> float:
         """A margin multiplies the loss that is asked for by 1 - margin, but by no less than this. For an exit it is
         1 / (1 + eps), with which the exit asks for f_L itself. 1 means that no margin applies."""
@@ -100,29 +108,27 @@ class Constraint(NamedTuple):
 
 @dataclass
 class _Constants:
-    """The constraints, as arrays or as tensors of one type and device; each `[constraints]` unless noted."""
+    """The constraints, as tensors of one type and device; each `[constraints]` unless noted."""
 
-    layer: Any  # the place of f_l in the layer losses
-    reference: Any  # the place of f_ref in (f_0, f_1, ..., f_L, 1)
-    factor: Any
-    power: Any
-    least_share: Any
-    is_target: Any
-    is_fixed: Any
-    follows: Any  # whether it depends on f_L, as line and steps do
+    layer: torch.Tensor  # the place of f_l in the layer losses
+    reference: torch.Tensor  # the place of f_ref in (f_0, f_1, ..., f_L, 1)
+    factor: torch.Tensor
+    power: torch.Tensor
+    least_share: torch.Tensor
+    is_target: torch.Tensor
+    is_fixed: torch.Tensor
+    follows: torch.Tensor  # whether it depends on f_L, as line and steps do
     # [rows], for each row the place of its constraint among the constraints. A row without one has the place after
     # the last, where `_over_rows` appends `nothing`.
-    place_of_row: Any
-    ends: Any  # [2], f_0 and 1
-    end: Any  # f_ref of the constraints that refer to no loss: f_0 or 1
-    nothing: Any  # [1], 0
-    plain_weights: Any  # [L], those of plain training: 1 for the last layer
+    place_of_row: torch.Tensor
+    ends: torch.Tensor  # [2], f_0 and 1
+    nothing: torch.Tensor  # [1], 0
 
     def like(self, values: torch.Tensor) -> "_Constants":
-        """The same as tensors of the type and the device of `values`."""
+        """The same of the type and on the device of `values`."""
         constants = {}
         for field in fields(self):
-            tensor = torch.from_numpy(getattr(self, field.name))
+            tensor = getattr(self, field.name)
             if tensor.is_floating_point():  # before it moves: some devices have no float64
                 tensor = tensor.to(values.dtype)
             constants[field.name] = tensor.to(values.device)
@@ -130,7 +136,7 @@ class _Constants:
 
 
 class DescentProblem:
-    """Constraints on the layer losses of one network, as pure maps of tensors or NumPy arrays.
+    """Constraints on the layer losses of one network, as pure maps of tensors, or of lists of numbers.
 
     Args:
         alpha (`float`, sequence of `float`, `"line"`, `"steps"` or `None`):
@@ -200,15 +206,8 @@ class DescentProblem:
         self.layers = sorted({constraint.layer for constraint in self.constraints})
         # [constraints], the row of each.
         self._rows_of_constraints = [constraint.index for constraint in self.constraints]
-        self._arrays = self._constants()
-        # The derivatives of violations in the losses of their own layers, `[rows, L]`.
-        self._own_slopes = np.zeros((self.num_rows, num_layers))
-        self._own_slopes[self._rows_of_constraints, self._arrays.layer] = 1.0
-        self._has_own_alone = bool(self._arrays.is_fixed.all())
-        self._has_constant_references = all(
-            constraint.reference in (0, num_layers + 1) for constraint in self.constraints
-        )
-        self._has_targets = bool(self._arrays.is_target.any())
+        self._constants = self._new_constants()
+        self._has_targets = any(constraint.is_target for constraint in self.constraints)
         # Whether every row has a constraint; they are in the order of their rows.
         self._has_all_rows = self._rows_of_constraints == list(range(self.num_rows))
         self._tensors: dict[tuple, _Constants] = {}  # by type and device
@@ -251,32 +250,29 @@ class DescentProblem:
                 f"bound_{layer}", "bound", next(index), layer, self.num_layers + 1, loss
             )
 
-    def _constants(self) -> _Constants:
+    def _new_constants(self) -> _Constants:
         constraints = self.constraints
-        place_of_row = np.full(self.num_rows, len(constraints))
-        place_of_row[self._rows_of_constraints] = np.arange(len(constraints))
-        plain_weights = np.zeros(self.num_layers)
-        plain_weights[-1] = 1.0
+        place_of_row = torch.full((self.num_rows,), len(constraints))
+        place_of_row[self._rows_of_constraints] = torch.arange(len(constraints))
+
+        def numbers(values: Iterable[float]) -> torch.Tensor:
+            return torch.tensor(list(values), dtype=torch.float64)
+
+        def others(values: Iterable[int]) -> torch.Tensor:
+            return torch.tensor(list(values))
 
         return _Constants(
-            layer=np.array([constraint.layer - 1 for constraint in constraints]),
-            reference=np.array([constraint.reference for constraint in constraints]),
-            factor=np.array([constraint.factor for constraint in constraints]),
-            power=np.array([constraint.power for constraint in constraints]),
-            least_share=np.array([constraint.least_share for constraint in constraints]),
-            is_target=np.array([constraint.is_target for constraint in constraints]),
-            is_fixed=np.array([constraint.has_fixed_reference for constraint in constraints]),
-            follows=np.array([constraint.power != 0 for constraint in constraints]),
+            layer=others(constraint.layer - 1 for constraint in constraints),
+            reference=others(constraint.reference for constraint in constraints),
+            factor=numbers(constraint.factor for constraint in constraints),
+            power=numbers(constraint.power for constraint in constraints),
+            least_share=numbers(constraint.least_share for constraint in constraints),
+            is_target=others(constraint.is_target for constraint in constraints),
+            is_fixed=others(constraint.has_fixed_reference for constraint in constraints),
+            follows=others(constraint.follows for constraint in constraints),
             place_of_row=place_of_row,
-            ends=np.array([self.initial_loss_bound, 1.0]),
-            end=np.array(
-                [
-                    self.initial_loss_bound if constraint.reference == 0 else 1.0
-                    for constraint in constraints
-                ]
-            ),
-            nothing=np.zeros(1),
-            plain_weights=plain_weights,
+            ends=numbers([self.initial_loss_bound, 1.0]),
+            nothing=numbers([0.0]),
         )
 
     @classmethod
@@ -293,10 +289,10 @@ class DescentProblem:
         margin: float = 0.0,
         detach: bool = False,
     ) -> Values:
-        """g = f_l - c f_ref of the losses f `[L]`; `[rows]`.
+        """g = f_l - c f_ref of the losses f `[L]`; `[rows]`, a tensor or a list as f is.
 
         Args:
-            layer_losses (tensor or array of shape `[L]`): f.
+            layer_losses (tensor of shape `[L]` or sequence of `float`): f.
             level (`float`, *optional*): the f_L that line and steps constraints lead to. Default: the last of
                 `layer_losses`.
             margin (`float`): lowers what targets ask by this share. An exit never asks for less than f_L: the
@@ -307,6 +303,8 @@ class DescentProblem:
         if level is None:
             level = losses[-1]
         level = _number(level)
+        if not isinstance(losses, torch.Tensor):
+            return self._violations_of_numbers(losses, level, margin)
 
         constants = self._like(losses)
         asked, _ = self._asked(losses, level, detach)
@@ -317,10 +315,25 @@ class DescentProblem:
         # Constraints that ask for nothing now are never violated.
         if self.follows and not self._is_between(level):
             at_most_0 = violations.clip(max=0)
-            violations = _library(losses).where(constants.follows, at_most_0, violations)
+            violations = torch.where(constants.follows, at_most_0, violations)
         return self._over_rows(violations)
 
-    def bounds(self, layer_losses: Values) -> tuple[Values, Values]:
+    def _violations_of_numbers(
+        self, losses: Sequence[float], level: float, margin: float
+    ) -> list[float]:
+        references = [self.initial_loss_bound, *losses, 1.0]
+        ratio = self._ratio(level)
+        violations = [0.0] * self.num_rows
+        for constraint in self.constraints:
+            asked = constraint.factor_at(ratio) * references[constraint.reference]
+            asked *= max(constraint.least_share, 1 - margin)
+            violation = losses[constraint.layer - 1] - asked
+            if constraint.follows and not self._is_between(level):
+                violation = min(violation, 0.0)
+            violations[constraint.index] = violation
+        return violations
+
+    def bounds(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss c f_ref that each constraint asks of its layer, and its tolerance. Each `[rows]`; 0 without a
         constraint.
 
@@ -335,7 +348,7 @@ class DescentProblem:
         if not self._is_between(level):
             has_no_tolerance = has_no_tolerance | constants.follows
         decrease = reference - asked
-        tolerances = _library(losses).where(has_no_tolerance, 0.0, TOLERANCE * decrease)
+        tolerances = torch.where(has_no_tolerance, 0.0, TOLERANCE * decrease)
         return self._over_rows(asked), self._over_rows(tolerances)
 
     def weights(
@@ -346,19 +359,32 @@ class DescentProblem:
         w_l adds up the multipliers of the constraints on l, and 1 for the last layer. Each descent or steps constraint
         that refers to l subtracts its factor times its multiplier (unless `detach`), so w_l can be negative. `level`
         is f_L, by which the factors of steps constraints are scaled; ValueError if they need it and it is not given.
+
+        The weights are a tensor without a graph, or a list, as the multipliers are.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
+        if isinstance(multipliers, torch.Tensor):
+            return multipliers.new_tensor(self.weights(multipliers.tolist(), level, detach))
+
         if level is not None:
             level = _number(level)
-        elif not detach and (~self._arrays.is_fixed & self._arrays.follows).any():
+        elif not detach and any(
+            constraint.follows and not constraint.has_fixed_reference
+            for constraint in self.constraints
+        ):
             raise ValueError(
                 "`level` is None, and the weights of steps constraints depend on it: give f_L."
             )
-        slopes = self._slopes(self._ratio(level), detach)
-        if isinstance(multipliers, torch.Tensor):
-            slopes = torch.from_numpy(slopes).to(multipliers)
 
-        return self._like(multipliers).plain_weights + multipliers @ slopes
+        ratio = self._ratio(level)
+        weights = [0.0] * self.num_layers
+        weights[-1] = 1.0
+        for constraint in self.constraints:
+            multiplier = multipliers[constraint.index]
+            weights[constraint.layer - 1] += multiplier
+            if constraint.reference > 0 and not (detach or constraint.has_fixed_reference):
+                weights[constraint.reference - 1] -= constraint.factor_at(ratio) * multiplier
+        return weights
 
     def lagrangian(
         self,
@@ -425,44 +451,21 @@ class DescentProblem:
         """The problem in plain Python values; the keyword arguments of the constructor."""
         return {name: getattr(self, name) for name in ARGUMENTS}
 
-    def _asked(self, losses: Values, level: float, detach: bool) -> tuple[Values, Values]:
+    def _asked(
+        self, losses: torch.Tensor, level: float, detach: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""
         constants = self._like(losses)
-        reference = constants.end
-        if not self._has_constant_references:
-            reference = self._references(losses, detach)
+        ends = constants.ends
 
-        factors = constants.factor
-        if self.follows:
-            factors = factors * self._ratio(level) ** constants.power
-        return factors * reference, reference
-
-    def _references(self, losses: Values, detach: bool) -> Values:
-        """f_ref of each constraint, `[constraints]`."""
-        constants = self._like(losses)
-        f_0, one = constants.ends[:1], constants.ends[1:]
-        places = _library(losses).concatenate([f_0, losses, one])  # [1 + layers + 1]
-        references = places[constants.reference]
-        if isinstance(losses, torch.Tensor) and losses.requires_grad:
+        references = torch.cat([ends[:1], losses, ends[1:]])  # [1 + layers + 1]
+        reference = references[constants.reference]
+        if losses.requires_grad:
             is_fixed = constants.is_fixed | detach
-            references = torch.where(is_fixed, references.detach(), references)
-        return references
+            reference = torch.where(is_fixed, reference.detach(), reference)
 
-    def _slopes(self, ratio: float, detach: bool) -> np.ndarray:
-        """The derivative of each violation in the layer losses, `[rows, L]`, at a ratio level / f_0."""
-        if detach or self._has_own_alone:
-            return self._own_slopes
-
-        # Constraints that refer to the loss of a layer have a second entry.
-        constants = self._arrays
-        refers = ~constants.is_fixed & (constants.reference > 0)  # [constraints]
-        factors = constants.factor * ratio**constants.power  # [constraints]
-        rows = np.array(self._rows_of_constraints)[refers]
-        columns = constants.reference[refers] - 1
-
-        slopes = self._own_slopes.copy()
-        slopes[rows, columns] = -factors[refers]
-        return slopes
+        factors = constants.factor * self._ratio(level) ** constants.power
+        return factors * reference, reference
 
     def _is_between(self, level: float) -> bool:
         """Whether constraints that follow f_L ask for anything at this level."""
@@ -474,35 +477,30 @@ class DescentProblem:
             return 1.0
         return level / self.initial_loss_bound
 
-    def _over_rows(self, values: Values) -> Values:
+    def _over_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Values `[constraints]`, each in the row of its constraint; 0 in the other rows. `[rows]`."""
         if self._has_all_rows:
             return values
         constants = self._like(values)
-        return _library(values).concatenate([values, constants.nothing])[constants.place_of_row]
+        return torch.cat([values, constants.nothing])[constants.place_of_row]
 
-    def _like(self, values: Values) -> _Constants:
-        """The constants as arrays, or as tensors of the type and on the device of `values`."""
-        if isinstance(values, np.ndarray):
-            return self._arrays
+    def _like(self, values: torch.Tensor) -> _Constants:
+        """The constants of the type and on the device of `values`."""
         place = (values.dtype, values.device)
         if place not in self._tensors:
             with torch.inference_mode(False):  # else no gradient could pass them later
-                self._tensors[place] = self._arrays.like(values)
+                self._tensors[place] = self._constants.like(values)
         return self._tensors[place]
 
     def _checked(self, name: str, values: Values, size: int) -> Values:
-        if values.shape != (size,):
-            raise ValueError(f"`{name}` has shape {list(values.shape)}; give [{size}].")
-        if isinstance(values, np.ndarray):
-            return values
-        # In whole numbers a factor would be 0 or 1, in half precision a small alpha lost.
-        return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _library(values: Values) -> ModuleType:
-    """NumPy or torch, whichever takes such values."""
-    return np if isinstance(values, np.ndarray) else torch
+        is_tensor = isinstance(values, torch.Tensor)
+        shape = list(values.shape) if is_tensor else [len(values)]
+        if shape != [size]:
+            raise ValueError(f"`{name}` has shape {shape}; give [{size}].")
+        if is_tensor:
+            # In whole numbers a factor would be 0 or 1, in half precision a small alpha lost.
+            return values.to(torch.promote_types(values.dtype, torch.float32))
+        return values
 
 
 def _number(value: Any) -> float:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,7 @@ class DualReports:
             return {}
 
         losses = sums / count
-        logs = _numbered("layer_loss", losses)
+        logs = _numbered("layer_loss", losses.tolist())
         if self._dual.problem is not None:
             logs.update(self._constraint_logs(ascent, losses, step))
         return logs
@@ -102,17 +103,17 @@ class DualReports:
     ) -> dict[str, float]:
         dual = self._dual
         problem = dual.problem
-        multipliers = ascent.multipliers.array
+        multipliers = ascent.multipliers.numbers
         logs = {}
         if dual.held_out is not None and np.isfinite(ascent.averages.means).all():
             losses = ascent.averages.means
-            logs.update(_numbered("dual_layer_loss", losses))
+            logs.update(_numbered("dual_layer_loss", losses.tolist()))
 
-        violations = problem.violations(losses, dual.level())
+        violations = problem.violations(losses.tolist(), dual.level())
         for constraint in problem.constraints:
             row = constraint.index
-            logs[f"violation_{constraint.name}"] = violations[row].item()
-            logs[f"multiplier_{constraint.name}"] = multipliers[row].item()
+            logs[f"violation_{constraint.name}"] = violations[row]
+            logs[f"multiplier_{constraint.name}"] = multipliers[row]
 
         is_active = not dual.inactive(step)
         if is_active and dual.objective.is_linear:
@@ -120,10 +121,13 @@ class DualReports:
 
         logs["max_violation"] = _largest(violations, problem)
         if is_active and dual.objective.is_constrained:
-            logs["max_acting_violation"] = _largest(dual.acting_violations(losses), problem)
+            logs["max_acting_violation"] = _largest(
+                dual.acting_violations(losses.tolist()), problem
+            )
         if ascent.guard is not None and ascent.guard.rise is not None:
             logs["last_layer_rise"] = ascent.guard.rise
-        logs["lagrangian"] = (losses[-1] + multipliers @ violations).item()
+        penalties = map(operator.mul, multipliers, violations)
+        logs["lagrangian"] = losses[-1].item() + sum(penalties)
         return logs
 
     # ---- the closing report ----
@@ -259,9 +263,9 @@ def _line(cells: Sequence[str]) -> str:
     return f"{first:12}" + "".join(f"{cell:>12}" for cell in others)
 
 
-def _numbered(name: str, values: np.ndarray) -> dict[str, float]:
-    return {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
+def _numbered(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_{layer}": value for layer, value in enumerate(values, start=1)}
 
 
-def _largest(violations: np.ndarray, problem: DescentProblem) -> float:
-    return max(violations[constraint.index].item() for constraint in problem.constraints)
+def _largest(violations: Sequence[float], problem: DescentProblem) -> float:
+    return max(violations[constraint.index] for constraint in problem.constraints)

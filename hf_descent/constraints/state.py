@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from . import building
@@ -131,16 +130,15 @@ class DualState:
         penalty = self.objective.penalty(violations, self.args.penalty_coefficient)
         return share * (losses[-1] + penalty)
 
-    def layer_weights(self, step: int) -> np.ndarray:
+    def layer_weights(self, step: int) -> list[float]:
         """The weights w `[L]` of the layer losses at a step where the objective is linear in them."""
         if self.inactive(step):
-            weights = np.zeros(self.num_layers)
-            weights[-1] = 1.0
-            return weights
+            return [0.0] * (self.num_layers - 1) + [1.0]
 
         weights = self.objective.weights(self, step)
         if self.args.normalize_weights:
-            weights = weights / np.abs(weights).sum()
+            total = sum(map(abs, weights))
+            weights = [weight / total for weight in weights]
         return weights
 
     # ---- dual side ----
@@ -203,9 +201,10 @@ class DualState:
 
         self._ascent.observe(layer_losses, is_active)
         if is_active and self.objective.moves_multipliers:
-            violations = self.acting_violations(np.array(layer_losses, dtype=np.float32))
+            violations = self.acting_violations(layer_losses)
             if self.args.normalize_violations:
-                violations = violations / self.problem.initial_loss_bound
+                bound = self.problem.initial_loss_bound
+                violations = [violation / bound for violation in violations]
             self._ascent.ascend(violations)
 
     def _has_learned(self) -> bool:
@@ -221,7 +220,7 @@ class DualState:
         return self.problem.initial_loss_bound if last_loss is None else last_loss
 
     def acting_violations(self, layer_losses, detach: bool = False):
-        """The violations `[rows]` that training acts on, of losses `[L]` in an array or a tensor."""
+        """The violations `[rows]` that training acts on, of losses `[L]` in a list or a tensor."""
         return self.problem.violations(layer_losses, self.level(), self._margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:

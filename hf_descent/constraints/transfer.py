@@ -4,7 +4,9 @@ On a GPU both ways are asynchronous. The numbers of a step are needed again when
 layers. By then they have long arrived, so waiting for them costs nothing, and the device is busy with the next step.
 """
 
-import numpy as np
+from array import array
+from collections.abc import Sequence
+
 import torch
 
 
@@ -31,15 +33,15 @@ class HostCopy:
         return self._tensor.tolist()
 
 
-def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The numbers `[n]` in float32 on a device; does not wait for it. On the CPU they may share the array's memory."""
-    tensor = as_tensor(values)
+def on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """The numbers `[n]` in float32 on a device; does not wait for it."""
+    tensor = as_tensor(array("f", values))
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def as_tensor(values: np.ndarray) -> torch.Tensor:
-    """The numbers `[n]` of an array in float32. The tensor may share the array's memory."""
-    # Not `torch.from_numpy`: it dispatches `lift_fresh`, by which tests count copies of Python's numbers to a device.
-    return torch.frombuffer(np.ascontiguousarray(values, dtype=np.float32), dtype=torch.float32)
+def as_tensor(values: array) -> torch.Tensor:
+    """The numbers `[n]` of an array in float32, in the memory of the array."""
+    # Not `torch.tensor`: it dispatches `lift_fresh`, by which tests count copies of Python's numbers to a device.
+    return torch.frombuffer(values, dtype=torch.float32)

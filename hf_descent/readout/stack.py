@@ -48,8 +48,8 @@ class LayerStack:
     dropping: list[Any]  # see `_dropping`
     adds_images: bool = False  # whether features of images are added to the output of layers
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules
-    # (Whether in train mode, whether only the layers were recorded) -> what a tape looks for once. It would take longer
-    # than many kernels in every forward.
+    # (Whether in train mode, whether only the layers were recorded) -> what a tape looks for once. In every forward it
+    # would take longer than many kernels.
     shown: dict[tuple[bool, bool], Shown] = field(default_factory=dict)
 
     def hidden_state(self, layer_output) -> torch.Tensor:
@@ -185,8 +185,8 @@ def intercepted(modules, handler):
 
 
 def intercept(modules, handler, forward_handler):
-    """As `intercepted`, until `restore` puts back what is returned. Calls of `forward` go through `forward_handler`, or
-    are left alone if that is `None`."""
+    """As `intercepted`, until `restore` puts back what is returned. Calls of `forward` go through `forward_handler`;
+    if that is `None`, they are left alone."""
     originals = []
     for module in modules:
         entrance = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"

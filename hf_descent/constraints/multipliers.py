@@ -143,6 +143,10 @@ class Multipliers:
         """The slacks, as `values` are."""
         return as_tensor(self._slacks)
 
+    @slacks.setter
+    def slacks(self, slacks: torch.Tensor) -> None:
+        self._slacks = _as_array(slacks)
+
     @property
     def steps(self) -> int:
         """The number of steps so far."""

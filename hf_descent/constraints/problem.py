@@ -33,11 +33,12 @@ Conventions, stated once for the whole package:
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from .arguments import (
@@ -108,27 +109,27 @@ class Constraint(NamedTuple):
 
 @dataclass
 class _Constants:
-    """The constraints, as tensors of one type and device; each `[constraints]` unless noted."""
+    """The constraints, as arrays or as tensors of one type and device; each `[constraints]` unless noted."""
 
-    layer: torch.Tensor  # the place of f_l in the layer losses
-    reference: torch.Tensor  # the place of f_ref in (f_0, f_1, ..., f_L, 1)
-    factor: torch.Tensor
-    power: torch.Tensor
-    least_share: torch.Tensor
-    is_target: torch.Tensor
-    is_fixed: torch.Tensor
-    follows: torch.Tensor  # whether it depends on f_L, as line and steps do
+    layer: Any  # the place of f_l in the layer losses
+    reference: Any  # the place of f_ref in (f_0, f_1, ..., f_L, 1)
+    factor: Any
+    power: Any
+    least_share: Any
+    is_target: Any
+    is_fixed: Any
+    follows: Any  # whether it depends on f_L, as line and steps do
     # [rows], for each row the place of its constraint among the constraints. A row without one has the place after
     # the last, where `_over_rows` appends `nothing`.
-    place_of_row: torch.Tensor
-    ends: torch.Tensor  # [2], f_0 and 1
-    nothing: torch.Tensor  # [1], 0
+    place_of_row: Any
+    ends: Any  # [2], f_0 and 1
+    nothing: Any  # [1], 0
 
     def like(self, values: torch.Tensor) -> "_Constants":
-        """The same of the type and on the device of `values`."""
+        """The same as tensors of the type and the device of `values`."""
         constants = {}
         for field in fields(self):
-            tensor = getattr(self, field.name)
+            tensor = torch.from_numpy(getattr(self, field.name))
             if tensor.is_floating_point():  # before it moves: some devices have no float64
                 tensor = tensor.to(values.dtype)
             constants[field.name] = tensor.to(values.device)
@@ -206,7 +207,7 @@ class DescentProblem:
         self.layers = sorted({constraint.layer for constraint in self.constraints})
         # [constraints], the row of each.
         self._rows_of_constraints = [constraint.index for constraint in self.constraints]
-        self._constants = self._new_constants()
+        self._arrays = self._constants()
         self._has_targets = any(constraint.is_target for constraint in self.constraints)
         # Whether every row has a constraint; they are in the order of their rows.
         self._has_all_rows = self._rows_of_constraints == list(range(self.num_rows))
@@ -250,29 +251,23 @@ class DescentProblem:
                 f"bound_{layer}", "bound", next(index), layer, self.num_layers + 1, loss
             )
 
-    def _new_constants(self) -> _Constants:
+    def _constants(self) -> _Constants:
         constraints = self.constraints
-        place_of_row = torch.full((self.num_rows,), len(constraints))
-        place_of_row[self._rows_of_constraints] = torch.arange(len(constraints))
-
-        def numbers(values: Iterable[float]) -> torch.Tensor:
-            return torch.tensor(list(values), dtype=torch.float64)
-
-        def others(values: Iterable[int]) -> torch.Tensor:
-            return torch.tensor(list(values))
+        place_of_row = np.full(self.num_rows, len(constraints))
+        place_of_row[self._rows_of_constraints] = np.arange(len(constraints))
 
         return _Constants(
-            layer=others(constraint.layer - 1 for constraint in constraints),
-            reference=others(constraint.reference for constraint in constraints),
-            factor=numbers(constraint.factor for constraint in constraints),
-            power=numbers(constraint.power for constraint in constraints),
-            least_share=numbers(constraint.least_share for constraint in constraints),
-            is_target=others(constraint.is_target for constraint in constraints),
-            is_fixed=others(constraint.has_fixed_reference for constraint in constraints),
-            follows=others(constraint.follows for constraint in constraints),
+            layer=np.array([constraint.layer - 1 for constraint in constraints]),
+            reference=np.array([constraint.reference for constraint in constraints]),
+            factor=np.array([constraint.factor for constraint in constraints]),
+            power=np.array([constraint.power for constraint in constraints]),
+            least_share=np.array([constraint.least_share for constraint in constraints]),
+            is_target=np.array([constraint.is_target for constraint in constraints]),
+            is_fixed=np.array([constraint.has_fixed_reference for constraint in constraints]),
+            follows=np.array([constraint.follows for constraint in constraints]),
             place_of_row=place_of_row,
-            ends=numbers([self.initial_loss_bound, 1.0]),
-            nothing=numbers([0.0]),
+            ends=np.array([self.initial_loss_bound, 1.0]),
+            nothing=np.zeros(1),
         )
 
     @classmethod
@@ -489,7 +484,7 @@ class DescentProblem:
         place = (values.dtype, values.device)
         if place not in self._tensors:
             with torch.inference_mode(False):  # else no gradient could pass them later
-                self._tensors[place] = self._constants.like(values)
+                self._tensors[place] = self._arrays.like(values)
         return self._tensors[place]
 
     def _checked(self, name: str, values: Values, size: int) -> Values:

@@ -274,12 +274,13 @@ class DescentMixin:
         return num_items_in_batch is None or not task.takes_items
 
     def training_step(self, *args, **kwargs):
+        trains_layers = self._kind.trains_layers
         step = self._run.step
         read_before = step.micro_batches
         with own_scaling(self):  # `compute_loss` may set `loss_is_scaled_for_ga`
             loss = super().training_step(*args, **kwargs)
 
-        if not self._kind.trains_layers:
+        if not trains_layers:
             step.count_micro_batch()
             return loss
         if step.micro_batches == read_before:  # this class's `compute_loss` read no layers

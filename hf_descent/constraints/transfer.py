@@ -19,7 +19,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor.detach().float()
         self._arrival: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda:
             on_device = self._tensor
             self._tensor = torch.empty(on_device.shape, dtype=torch.float32, pin_memory=True)
             self._tensor.copy_(on_device, non_blocking=True)

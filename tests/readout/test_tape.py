@@ -229,6 +229,43 @@ def test_replays_run_neither_layers_nor_their_hooks(compiled):
     assert ran["embed"] == ran["blocks.0"] == ran["blocks.3"] == ran["blocks.0.0"] == ran[""] == 1
 
 
+class DirectInTraining(TwoStage):
+    """Calls `forward` in the place of its modules, in train mode alone."""
+
+    def forward(self, x):
+        def entered(module):
+            return module.forward if self.training else module
+
+        hidden = entered(self.embed)(x)
+        for block in self.blocks:
+            hidden = entered(block)(hidden)
+        return {"logits": entered(self.head)(hidden)}
+
+
+def test_a_model_may_call_the_forward_of_its_modules_in_one_mode_alone():
+    model, x = DirectInTraining(), torch.randn(2, 4)
+    is_wrapped = []
+    model.blocks[0][0].register_forward_hook(
+        lambda *_: is_wrapped.append("forward" in vars(model.blocks[0]))
+    )
+    expected, hidden = [], model.embed(x)
+    for block in model.blocks:
+        hidden = block(hidden)
+        expected.append(model.head(hidden))
+
+    readout = Readout.probe(model, {"x": x})
+    for trains in (False, True, False, True):
+        model.train(trains)
+        for _ in range(2):
+            logits = []
+            is_wrapped.clear()
+            with readout.attach(lambda layer, outputs, hidden: logits.append(outputs["logits"])):
+                model(x)
+            assert all(map(torch.equal, logits, expected)) and len(logits) == 4
+        # The first forward has shown where this takes time for nothing.
+        assert is_wrapped == [trains]
+
+
 def test_record_holds_nothing_from_inside_layers(bert):
     alive = []
     handle = bert.bert.encoder.layer[0].intermediate.register_forward_hook(

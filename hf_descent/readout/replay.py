@@ -251,7 +251,7 @@ class Readout:
         finally:
             for buffer, own in buffers:
                 buffer.data.copy_(own)
-            # The first step finds this out, with the hooks that it has then.
+            # The first forwards show this anew, with the hooks that they have then.
             self.stack.shown.clear()
 
     def stop_batching(self, error: Exception) -> None:

@@ -48,8 +48,8 @@ class LayerStack:
     dropping: list[Any]  # see `_dropping`
     adds_images: bool = False  # whether features of images are added to the output of layers
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules
-    # (Whether in train mode, whether only the layers were recorded) -> what a tape looks for once. In every forward it
-    # would take longer than many kernels.
+    # (Whether in train mode, whether only the layers were recorded) -> what a forward has shown. To look for it in every
+    # forward would take longer than many kernels.
     shown: dict[tuple[bool, bool], Shown] = field(default_factory=dict)
 
     def hidden_state(self, layer_output) -> torch.Tensor:

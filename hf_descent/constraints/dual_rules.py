@@ -53,7 +53,7 @@ def adam(gradient: Sequence[float], moments: Moments) -> Sequence[float]:
     moments.mean = _running(moments.mean, gradient, beta1)
     moments.square = _running(moments.square, squares, beta2)
 
-    # What the weights in the running means add up to, as these began at 0.
+    # The running means began at 0, so their weights add up to less than 1: to these totals.
     total1 = 1 - beta1**moments.steps
     total2 = 1 - beta2**moments.steps
     return [

@@ -69,7 +69,7 @@ import math
 import torch
 
 
-TINY = torch.finfo(torch.float32).tiny  # keeps the evidence from a division by 0
+TINY = torch.finfo(torch.float32).tiny  # the least noise, so that nothing is divided by 0
 
 
 class RunningMean:

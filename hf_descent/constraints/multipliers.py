@@ -23,8 +23,8 @@ change, up or down. If only growth were cut, a violation that swings around zero
 by step. With the flag `shrinks` a multiplier becomes smaller by at least the share `SHRINKAGE`. The moments of the
 rule go on meanwhile, so that it knows the present violations when it may act again.
 
-Multipliers live on the host, as plain numbers of Python. A step of them is two dozen operations on a few numbers. To
-launch these, a GPU or a library for arrays would take longer than to compute them.
+Multipliers live on the host, as plain Python numbers. A step of them is two dozen operations on a few numbers, and a
+GPU or NumPy would take longer to begin an operation than Python takes to compute it.
 """
 
 import math
@@ -57,8 +57,8 @@ class Multipliers:
         maximum (`float`, *optional*): cap on every multiplier.
 
     Attributes:
-        values, slacks: tensors.
-        numbers (`array`): the numbers of `values`, in the same memory.
+        values, slacks (`torch.Tensor`): lambda and u. What you write into them counts; a step makes new ones.
+        numbers (`array`): lambda in Python numbers, in the memory of `values`.
 
     ValueError for an `optim` or a `resilience_form` of another name.
     """
@@ -101,7 +101,7 @@ class Multipliers:
         The multipliers take a `share` of each change, from 0 to 1. With `shrinks` all of them shrink, whatever the
         violations.
         """
-        gradient: Sequence[float] = _as_array(violations)
+        gradient: Sequence[float] = self._checked("violations", violations)
         if not all(map(math.isfinite, gradient)):
             return
 
@@ -131,21 +131,22 @@ class Multipliers:
 
     @property
     def values(self) -> torch.Tensor:
-        """The multipliers. What is written into the tensor counts, up to the next step, which makes another one."""
+        """The multipliers `[rows]` in float32. A write into the tensor changes them. A step leaves the tensor as it is
+        and makes a new one; an assignment copies."""
         return as_tensor(self.numbers)
 
     @values.setter
     def values(self, values: torch.Tensor) -> None:
-        self.numbers = _as_array(values)
+        self.numbers = self._checked("values", values)
 
     @property
     def slacks(self) -> torch.Tensor:
-        """The slacks, as `values` are."""
+        """The slacks `[rows]` in float32, as `values` are."""
         return as_tensor(self._slacks)
 
     @slacks.setter
     def slacks(self, slacks: torch.Tensor) -> None:
-        self._slacks = _as_array(slacks)
+        self._slacks = self._checked("slacks", slacks)
 
     @property
     def steps(self) -> int:
@@ -154,13 +155,23 @@ class Multipliers:
 
     @property
     def relaxation(self) -> torch.Tensor:
-        """The violations that resilience allows at present, `[rows]`."""
-        return as_tensor(self._relaxation())
+        """The violations that resilience allows at present, `[rows]`; a copy."""
+        return as_tensor(self._relaxation()).clone()
 
     def _relaxation(self) -> array:
         if self.uses_slacks:
             return self._slacks
         return array("f", [self.resilience * value for value in self.numbers])
+
+    def _checked(self, name: str, values: torch.Tensor | Iterable[float]) -> array:
+        """A copy of values `[rows]`; ValueError if there are more or fewer."""
+        numbers = _as_array(values)
+        rows = len(self.numbers)
+        if len(numbers) != rows:
+            raise ValueError(
+                f"`{name}` has {len(numbers)} numbers; give one for each of {rows} rows."
+            )
+        return numbers
 
     def restart_slacks(self) -> None:
         """Set the slacks to zero (paper, Appendix B.2), and their optimizer state, which would move them away
@@ -214,7 +225,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _as_array(values: torch.Tensor | Iterable[float]) -> array:
-    """A copy of values of any kind and place, in float32 on the host."""
+    """A copy of a tensor or of numbers, in float32 on the host."""
     if isinstance(values, torch.Tensor):
         values = values.tolist()
     return array("f", values)

@@ -49,8 +49,8 @@ from .arguments import (
 )
 
 
-# The layer losses that move the multipliers are plain numbers, on which Python is faster than any library: they are so
-# few. Elsewhere they are tensors.
+# The layer losses that move the multipliers are lists of numbers: for so few, Python is faster than a library. All
+# others are tensors.
 Values = TypeVar("Values", torch.Tensor, Sequence[float])
 
 PATHS = ("line", "steps")  # the constraints that follow the loss of the last layer
@@ -318,12 +318,13 @@ class DescentProblem:
     ) -> list[float]:
         references = [self.initial_loss_bound, *losses, 1.0]
         ratio = self._ratio(level)
+        is_between = self._is_between(level)
         violations = [0.0] * self.num_rows
         for constraint in self.constraints:
             asked = constraint.factor_at(ratio) * references[constraint.reference]
             asked *= max(constraint.least_share, 1 - margin)
             violation = losses[constraint.layer - 1] - asked
-            if constraint.follows and not self._is_between(level):
+            if constraint.follows and not is_between:
                 violation = min(violation, 0.0)
             violations[constraint.index] = violation
         return violations
@@ -349,18 +350,14 @@ class DescentProblem:
     def weights(
         self, multipliers: Values, level: float | torch.Tensor | None = None, detach: bool = False
     ) -> Values:
-        """Weights w `[L]` of the layer losses in the gradient of the Lagrangian, from the multipliers `[rows]`.
+        """Weights w `[L]` of the layer losses in the gradient of the Lagrangian, from the multipliers `[rows]`. Both
+        are tensors or lists.
 
         w_l adds up the multipliers of the constraints on l, and 1 for the last layer. Each descent or steps constraint
         that refers to l subtracts its factor times its multiplier (unless `detach`), so w_l can be negative. `level`
         is f_L, by which the factors of steps constraints are scaled; ValueError if they need it and it is not given.
-
-        The weights are a tensor without a graph, or a list, as the multipliers are.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
-        if isinstance(multipliers, torch.Tensor):
-            return multipliers.new_tensor(self.weights(multipliers.tolist(), level, detach))
-
         if level is not None:
             level = _number(level)
         elif not detach and any(
@@ -372,14 +369,18 @@ class DescentProblem:
             )
 
         ratio = self._ratio(level)
-        weights = [0.0] * self.num_layers
-        weights[-1] = 1.0
+        is_tensor = isinstance(multipliers, torch.Tensor)
+        nothing = multipliers.new_zeros(()) if is_tensor else 0.0
+        weights = [nothing] * (self.num_layers - 1) + [nothing + 1.0]
+        # Not by `+=`, which would write into the tensor `nothing`.
         for constraint in self.constraints:
+            own = constraint.layer - 1
             multiplier = multipliers[constraint.index]
-            weights[constraint.layer - 1] += multiplier
+            weights[own] = weights[own] + multiplier
             if constraint.reference > 0 and not (detach or constraint.has_fixed_reference):
-                weights[constraint.reference - 1] -= constraint.factor_at(ratio) * multiplier
-        return weights
+                other = constraint.reference - 1
+                weights[other] = weights[other] - constraint.factor_at(ratio) * multiplier
+        return torch.stack(weights) if is_tensor else weights
 
     def lagrangian(
         self,
@@ -495,7 +496,7 @@ class DescentProblem:
         if is_tensor:
             # In whole numbers a factor would be 0 or 1, in half precision a small alpha lost.
             return values.to(torch.promote_types(values.dtype, torch.float32))
-        return values
+        return [float(value) for value in values]
 
 
 def _number(value: Any) -> float:

@@ -114,6 +114,7 @@ class Readout:
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
             logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
+        stack.shown.clear()  # hooks may have come since, or activation checkpointing
 
         if isinstance(readout, str):
             readout = pooled_readout(model, readout)
@@ -188,6 +189,8 @@ class Readout:
         if self.num_layers < 3 or _is_sharded(self.model):
             return
         tape = Tape(self.model, self.stack, layers_only=self.readout is not None)
+        # This forward is replayed in another mode, too, in which a model may call other functions.
+        self.stack.shown.clear()
 
         def check(args, kwargs, outputs):
             self._autocast = tape.autocast
@@ -251,7 +254,7 @@ class Readout:
         finally:
             for buffer, own in buffers:
                 buffer.data.copy_(own)
-            # The first forwards show this anew, with the hooks that they have then.
+            # Hooks that a training adds may change what its forwards show.
             self.stack.shown.clear()
 
     def stop_batching(self, error: Exception) -> None:

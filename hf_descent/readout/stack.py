@@ -25,10 +25,13 @@ from ..compat import CHECKPOINT_FUNCTION, capturing_hooks_removed, checkpoint_fu
 
 
 class Shown(NamedTuple):
-    """What a first forward has shown about those that follow in the same mode."""
+    """What the first recorded forward of a kind (see `LayerStack.shown`) tells about the later ones."""
 
-    draws_by_torch_only: bool  # whether it left the generators of Python and NumPy alone
-    # Whether it called the `forward` of a module in the place of the module itself, as SqueezeBERT does.
+    # Whether it left the generators of Python and NumPy alone. `False` where only layers were recorded, which replays
+    # nothing.
+    draws_by_torch_only: bool
+    # Whether it called the `forward` of a module directly, past its hooks, as SqueezeBERT does. Only then do tapes go
+    # on to record such calls.
     calls_forward: bool
 
 
@@ -48,7 +51,7 @@ class LayerStack:
     dropping: list[Any]  # see `_dropping`
     adds_images: bool = False  # whether features of images are added to the output of layers
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules
-    # (Whether in train mode, whether only the layers were recorded) -> what a forward has shown. To look for it in every
+    # (Train mode or not, only layers recorded or not) -> what the first such forward has shown. To look again in every
     # forward would take longer than many kernels.
     shown: dict[tuple[bool, bool], Shown] = field(default_factory=dict)
 
@@ -185,8 +188,8 @@ def intercepted(modules, handler):
 
 
 def intercept(modules, handler, forward_handler):
-    """As `intercepted`, until `restore` puts back what is returned. Calls of `forward` go through `forward_handler`;
-    if that is `None`, they are left alone."""
+    """As `intercepted`, until `restore` puts back what is returned. `forward_handler` handles the calls of `forward`;
+    with `None`, `forward` is not wrapped."""
     originals = []
     for module in modules:
         entrance = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"

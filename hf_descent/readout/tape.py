@@ -91,17 +91,22 @@ class Tape:
 
     def end_record(self):
         self.phase = "idle"
-        if self.shown is None:
-            draws = self.replays and random_state.python_states() == self.python_states
-            self.shown = Shown(draws, self.calls_forward)
-            self.stack.shown[self._kind] = self.shown
-        # A replay runs a part of the same code.
-        self.torch_only = self.shown.draws_by_torch_only
         if self.layer_calls != self.stack.num_layers:
+            # It may have called the `forward` of layers since.
+            self.stack.shown.pop(self._kind, None)
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
                 f"{self.stack.num_layers}: do not add, cut or drop layers."
             )
+
+        if self.shown is None:
+            draws_by_torch_only = (
+                self.replays and random_state.python_states() == self.python_states
+            )
+            self.shown = Shown(draws_by_torch_only, self.calls_forward)
+            self.stack.shown[self._kind] = self.shown
+        # A replay runs a part of the same code.
+        self.torch_only = self.shown.draws_by_torch_only
 
     def prepare_replays(self):
         """Make ready for replays in another mode than that of the recorded forward."""

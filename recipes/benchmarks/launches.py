@@ -5,7 +5,7 @@
 
 Models of real depth and tiny width: on a GPU, small models take the time that their launches take. A kernel is an
 operation of torch that computes something; views and empty memory are none. The counts repeat exactly. Multipliers are
-moved on the host by Python alone, which launches nothing. A GPU makes two copies more a step: of losses and weights.
+moved on the host by Python alone, which launches nothing. A GPU makes two more copies: of losses and of weights.
 
 With `--rounds` the time of a step is measured, too, in rounds in which plain training and ours take turns: that of
 the processor or, where there is a GPU, the clock's. `gpu.py` measures the same cases there. The ratio of a process

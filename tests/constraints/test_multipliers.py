@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -182,3 +183,28 @@ def test_state_round_trip_and_its_checks():
 def test_a_rule_of_another_name_is_refused(name, value, choices):
     with pytest.raises(ValueError, match=f"`{name}` is '{value}'; choose one of {choices}"):
         Multipliers(3, 0.1, resilience=0.5, **{name: value})
+
+
+def test_one_number_for_each_row():
+    multipliers = Multipliers(3, 0.1, optim="sgd")
+    for numbers in ([1.0], [1.0] * 4, torch.ones(2), np.ones(5)):
+        with pytest.raises(ValueError, match="`violations` has .* each of 3 rows"):
+            multipliers.step(numbers)
+        for name in ("values", "slacks"):
+            with pytest.raises(ValueError, match=f"`{name}` has .* each of 3 rows"):
+                setattr(multipliers, name, numbers)
+    for numbers in ([1.0] * 3, torch.ones(3).double(), np.ones(3)):
+        multipliers.step(numbers)
+    torch.testing.assert_close(multipliers.values, torch.full((3,), 0.3))
+
+
+def test_writes_into_the_values_count_and_kept_values_stay():
+    multipliers = Multipliers(2, 0.1, optim="sgd")
+    multipliers.values.fill_(1.0)
+    kept = multipliers.values
+    multipliers.step([1.0, -1.0])
+    assert kept.tolist() == [1.0, 1.0]
+    torch.testing.assert_close(multipliers.values, torch.tensor([1.1, 0.9]))
+    multipliers.values = kept
+    kept.zero_()
+    assert multipliers.values.tolist() == [1.0, 1.0]

@@ -73,6 +73,8 @@ def test_losses_and_multipliers_are_one_per_layer():
     problem = DescentProblem(0.3, 4.0, 3)
     with pytest.raises(ValueError, match=r"`layer_losses` has shape \[2\]; give \[3\]"):
         problem.violations(torch.ones(2))
+    with pytest.raises(ValueError, match=r"`layer_losses` has shape \[2\]; give \[3\]"):
+        problem.violations([1.0, 1.0])
     with pytest.raises(ValueError, match=r"`multipliers` has shape \[5\]; give \[3\]"):
         problem.weights(torch.ones(5))
 
@@ -240,6 +242,9 @@ def test_lists_give_the_numbers_of_tensors(alpha, level):
     for margin in (0.0, 0.1):
         expected = problem.violations(f, level, margin)
         np.testing.assert_allclose(problem.violations(F, level, margin), expected)
+        assert problem.violations(np.array(F), level, margin) == problem.violations(
+            F, level, margin
+        )
     for detach in (False, True):
         expected = problem.weights(multipliers, level, detach)
         np.testing.assert_allclose(problem.weights(multipliers.tolist(), level, detach), expected)

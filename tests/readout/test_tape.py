@@ -264,6 +264,60 @@ def test_a_model_may_call_the_forward_of_its_modules_in_one_mode_alone():
         assert is_wrapped == [trains]
 
 
+class BranchingInTraining(DirectInTraining):
+    """Its tail reads a value in train mode, which it cannot for several layers at once."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        if self.training and outputs["logits"].sum() > 0:
+            outputs["logits"] = -outputs["logits"]
+        return outputs
+
+
+def test_layers_stay_out_of_replays_in_a_mode_that_calls_their_forward():
+    model, x = BranchingInTraining(), torch.randn(2, 4)
+    modes = []
+    model.blocks[0][0].register_forward_hook(lambda *_: modes.append(model.training))
+    readout = Readout.probe(model, {"x": x})
+    readout.check_batching({"x": x})
+    assert not readout.is_batched and modes and not any(modes)
+
+
+class Checkpointing(TwoStage):
+    """Calls `forward` in the place of its layers under activation checkpointing alone."""
+
+    checkpoints = False
+
+    def forward(self, x):
+        hidden = self.embed(x)
+        for block in self.blocks:
+            if self.checkpoints:
+                hidden = torch.utils.checkpoint.checkpoint(
+                    block.forward, hidden, use_reentrant=False
+                )
+            else:
+                hidden = block(hidden)
+        return {"logits": self.head(hidden)}
+
+
+def test_activation_checkpointing_may_begin_later():
+    model, x = Checkpointing().train(), torch.randn(2, 4)
+    readout = Readout.probe(model, {"x": x})
+    expected = readout.layer_scores({"x": x}, output_logits)
+    model.checkpoints = True
+    again = Readout.probe(model, {"x": x}).layer_scores({"x": x}, output_logits)
+    assert all(map(torch.equal, again, expected)) and len(again) == 4
+
+    model.checkpoints = False
+    readout = Readout.probe(model, {"x": x})
+    readout.layer_scores({"x": x}, output_logits)
+    model.checkpoints = True  # without a new probe, one forward is refused
+    with pytest.raises(ValueError, match="ran 0 layers"):
+        readout.layer_scores({"x": x}, output_logits)
+    again = readout.layer_scores({"x": x}, output_logits)
+    assert all(map(torch.equal, again, expected))
+
+
 def test_record_holds_nothing_from_inside_layers(bert):
     alive = []
     handle = bert.bert.encoder.layer[0].intermediate.register_forward_hook(

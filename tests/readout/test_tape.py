@@ -279,6 +279,7 @@ def test_layers_stay_out_of_replays_in_a_mode_that_calls_their_forward():
     modes = []
     model.blocks[0][0].register_forward_hook(lambda *_: modes.append(model.training))
     readout = Readout.probe(model, {"x": x})
+    readout.layer_scores({"x": x}, output_logits)
     readout.check_batching({"x": x})
     assert not readout.is_batched and modes and not any(modes)
 

@@ -275,7 +275,7 @@ class BranchingInTraining(DirectInTraining):
 
 
 def test_layers_stay_out_of_replays_in_a_mode_that_calls_their_forward():
-    model, x = BranchingInTraining(), torch.randn(2, 4)
+    model, x = BranchingInTraining().eval(), torch.randn(2, 4)
     modes = []
     model.blocks[0][0].register_forward_hook(lambda *_: modes.append(model.training))
     readout = Readout.probe(model, {"x": x})

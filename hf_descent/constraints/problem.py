@@ -329,13 +329,17 @@ class DescentProblem:
             violations[constraint.index] = violation
         return violations
 
-    def bounds(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def bounds(self, layer_losses: Values) -> tuple[Values, Values]:
         """The loss c f_ref that each constraint asks of its layer, and its tolerance. Each `[rows]`; 0 without a
         constraint.
 
         The tolerance is a tenth of the decrease that a constraint asks for, and 0 for exits and bounds.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
+        if not isinstance(losses, torch.Tensor):
+            asked, tolerances = self.bounds(torch.tensor(losses, dtype=torch.float64))
+            return asked.tolist(), tolerances.tolist()
+
         constants = self._like(losses)
         level = _number(losses[-1])
         asked, reference = self._asked(losses, level, detach=True)

@@ -92,24 +92,24 @@ class DualReports:
         if count == 0:
             return {}
 
-        losses = sums / count
-        logs = _numbered("layer_loss", losses.tolist())
+        losses = (sums / count).tolist()
+        logs = _numbered("layer_loss", losses)
         if self._dual.problem is not None:
             logs.update(self._constraint_logs(ascent, losses, step))
         return logs
 
     def _constraint_logs(
-        self, ascent: DualAscent, losses: np.ndarray, step: int
+        self, ascent: DualAscent, losses: Sequence[float], step: int
     ) -> dict[str, float]:
         dual = self._dual
         problem = dual.problem
         multipliers = ascent.multipliers.numbers
         logs = {}
         if dual.held_out is not None and np.isfinite(ascent.averages.means).all():
-            losses = ascent.averages.means
-            logs.update(_numbered("dual_layer_loss", losses.tolist()))
+            losses = ascent.averages.means.tolist()
+            logs.update(_numbered("dual_layer_loss", losses))
 
-        violations = problem.violations(losses.tolist(), dual.level())
+        violations = problem.violations(losses, dual.level())
         for constraint in problem.constraints:
             row = constraint.index
             logs[f"violation_{constraint.name}"] = violations[row]
@@ -121,13 +121,11 @@ class DualReports:
 
         logs["max_violation"] = _largest(violations, problem)
         if is_active and dual.objective.is_constrained:
-            logs["max_acting_violation"] = _largest(
-                dual.acting_violations(losses.tolist()), problem
-            )
+            logs["max_acting_violation"] = _largest(dual.acting_violations(losses), problem)
         if ascent.guard is not None and ascent.guard.rise is not None:
             logs["last_layer_rise"] = ascent.guard.rise
         penalties = map(operator.mul, multipliers, violations)
-        logs["lagrangian"] = losses[-1].item() + sum(penalties)
+        logs["lagrangian"] = losses[-1] + sum(penalties)
         return logs
 
     # ---- the closing report ----

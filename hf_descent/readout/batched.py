@@ -173,7 +173,7 @@ def groups(
     if not layers or not _alike([layer_outputs[layer - 1] for layer in layers]):
         return [[layer] for layer in layers]
     own = tensors(layer_outputs[layers[0] - 1])
-    bytes_stacked = sum(tensor.numel() * tensor.itemsize for tensor in own)
+    bytes_stacked = sum(tensor.numel() * tensor.element_size() for tensor in own)
     limit = STACKED_BYTES.get(own[0].device.type, DEFAULT_STACKED_BYTES)
     size = limit // max(1, bytes_stacked + bytes_made)
     if size < (len(layers) if keeps else 2):
@@ -184,7 +184,9 @@ def groups(
 def bytes_of(tree: Any) -> int:
     """The size of the floating-point tensors in nested containers."""
     return sum(
-        tensor.numel() * tensor.itemsize for tensor in tensors(tree) if tensor.is_floating_point()
+        tensor.numel() * tensor.element_size()
+        for tensor in tensors(tree)
+        if tensor.is_floating_point()
     )
 
 

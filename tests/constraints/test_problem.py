@@ -245,6 +245,8 @@ def test_lists_give_the_numbers_of_tensors(alpha, level):
         assert problem.violations(np.array(F), level, margin) == problem.violations(
             F, level, margin
         )
+    for expected, values in zip(problem.bounds(f), problem.bounds(F)):
+        np.testing.assert_allclose(values, expected)
     for detach in (False, True):
         expected = problem.weights(multipliers, level, detach)
         np.testing.assert_allclose(problem.weights(multipliers.tolist(), level, detach), expected)
